@@ -8,7 +8,9 @@ Guaranteed:
   states, once;
 - no more rows than `Rows` allows exist at a time, forward and backward;
 - the gradient of the weight is added to its float32 accumulator (`main_grad`), inside the matrix product, where the weight has one;
-- entropy "value" computes and saves nothing for a backward pass, "none" does not compute it.
+- entropy "value" computes and saves nothing for a backward pass, "none" does not compute it;
+- where several processes hold some rows of the weight each (`VocabularyPart`), logits are never gathered: two collectives of one to three
+  numbers per row join what each has read of its own. Every process gets the same results, and its part of the hidden states' gradient.
 
 Cost on CUDA: cuBLAS computes all products, one in the forward pass and three in the backward pass, which computes the logits again (unless
 `keep`). Beside the products each logit costs one read of its 4 bytes forward (`_read_kernel`), and backward one read and one write of the
@@ -18,7 +20,7 @@ as many rows as memory allows (`Rows.gradient`); logits take twice the bytes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,16 @@ from fulltilt.kernels.linear import add_product
 BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thread of 8 warps, two loads of 16 bytes
 
 
+@dataclass(frozen=True, eq=False)
+class VocabularyPart:
+    """Which rows of the output embedding this process holds, where the vocabulary is divided (parallel/tensor.py)."""
+
+    start: int  # the token of its first row
+    vocabulary: int  # tokens of all parts together
+    sum: Callable[[torch.Tensor], None]  # over all parts, in place
+    most: Callable[[torch.Tensor], None]  # the largest of all parts, in place
+
+
 @dataclass(frozen=True)
 class Call:
     """Settings of one call. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
@@ -41,13 +53,14 @@ class Call:
     rows: Rows
     entropy: Entropy = "gradient"
     keep: bool = False  # keep the forward pass's products for the backward pass, which computes them again otherwise
+    part: VocabularyPart | None = None  # None: the weight is whole
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """Inputs of the backward pass, one number per row."""
 
-    targets: torch.Tensor  # int64 [R]
+    targets: torch.Tensor  # int64 [R]: rows of the weight; outside of it where another process has the token
     normaliser: torch.Tensor  # log of the softmax's sum [R]
     entropy: torch.Tensor | None  # [R], where its gradient is wanted
     of_logprobs: torch.Tensor | None  # gradients of the results [R], where a loss uses them
@@ -139,6 +152,7 @@ class TokenLogprobs(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, normaliser = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
         entropy = None if call.entropy == "none" else torch.empty_like(logprobs)
+        given, targets = targets, targets if call.part is None else targets - call.part.start
         size = call.rows.gradient if call.keep else call.rows.forward
         space, kept = None if call.keep else wide_space(hidden, weight, size), []
         for part in parts(len(hidden), size):
@@ -147,6 +161,8 @@ class TokenLogprobs(torch.autograd.Function):
             read(logits, targets[part], call, logprobs[part], normaliser[part], None if entropy is None else entropy[part])
             if call.keep:
                 kept.append(logits)
+        if call.part is not None:
+            logprobs, normaliser, entropy = join_parts(call.part, given, len(weight), logprobs, normaliser, entropy)
         if entropy is not None and call.entropy == "value":
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, targets, normaliser, entropy if call.entropy == "gradient" else None, *kept)
@@ -227,6 +243,56 @@ def block_of(vocabulary: int) -> int:
     return min(BLOCK, max(16, triton.next_power_of_2(vocabulary)))
 
 
+# ---- a vocabulary in parts ---------------------------------------------------------------------------------------------------------
+
+
+def join_parts(
+    part: VocabularyPart, targets: torch.Tensor, rows: int, logprobs: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Log-probs, normalisers and entropies over the whole vocabulary, from those over each part's own `rows` tokens.
+
+    With e^n the sum of a part's exponentials, m the largest n and W = sum e^(n - m): a target's log-prob is l + (n - m) - log W, where l is
+    the one within its part, and the entropy is sum e^(n - m) (h - (n - m)) / W + log W, where h is that of each part. Both do not depend
+    on m, which needs no gradient. An entropy without a gradient gets none here."""
+    top = normaliser.detach().clone()
+    part.most(top)
+    below = normaliser - top
+    mass = below.exp()
+    _, here = within(targets - part.start, rows)
+    numbers = [mass, torch.where(here, logprobs + below, 0.0)]
+    if entropy is not None:
+        numbers.append(mass * (entropy - below) if entropy.requires_grad else mass.detach() * (entropy - below.detach()))
+    sums = _Sum.apply(torch.stack(numbers), part)
+    log_total = sums[0].log()
+    _, known = within(targets, part.vocabulary)
+    found = torch.where(known, sums[1] - log_total, float("nan"))
+    if entropy is None:
+        return found, top + log_total, None
+    total, log_of_total, moment = (
+        (sums[0], log_total, sums[2]) if entropy.requires_grad else (sums.detach()[0], log_total.detach(), sums.detach()[2])
+    )
+    return found, top + log_total, moment / total + log_of_total
+
+
+def within(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets as indices of so many rows, and which of them really are."""
+    return targets.clamp(0, rows - 1), (targets >= 0) & (targets < rows)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all parts. All processes compute the same loss from it, so its gradient is that of each part's number."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+        found = numbers.clone()
+        part.sum(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, of_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return of_sums, None
+
+
 # ---- references --------------------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +301,8 @@ def read_reference(
 ) -> None:
     values, _slope = bent(logits, call)
     normaliser.copy_(torch.logsumexp(values, dim=-1))
-    logprobs.copy_(values.gather(1, targets[:, None])[:, 0] - normaliser)
+    chosen = targets if call.part is None else within(targets, logits.shape[1])[0]
+    logprobs.copy_(values.gather(1, chosen[:, None])[:, 0] - normaliser)
     if entropy is not None:
         log_p = values.sub_(normaliser[:, None])
         entropy.copy_(-(log_p.exp().mul_(log_p)).sum(-1))
@@ -254,7 +321,11 @@ def gradient_reference(logits: torch.Tensor, tokens: Tokens, call: Call) -> torc
         share.add_(tokens.of_logprobs[:, None])
     gradient = p.mul_(share).neg_()
     if tokens.of_logprobs is not None:
-        gradient[torch.arange(len(p), device=p.device), tokens.targets] += tokens.of_logprobs
+        chosen, of_chosen = tokens.targets, tokens.of_logprobs
+        if call.part is not None:
+            chosen, here = within(chosen, logits.shape[1])
+            of_chosen = of_chosen * here
+        gradient[torch.arange(len(p), device=p.device), chosen] += of_chosen
     return gradient.mul_(slope)
 
 

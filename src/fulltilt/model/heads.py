@@ -4,7 +4,8 @@ Enters: hidden states [R, width], the output embedding, what the model does to i
 Leaves: log-prob and entropy of each row in float32 (float64 when the model is). Guaranteed: the same numbers and gradients with all options
 except for the order of sums; logits are accumulated in float32; the gradient of the weight is added to its float32 accumulator
 (`main_grad`) where it has one; fused, the largest temporary has the size that `head_bytes` computes, for any number of rows. A head that
-does more than scale and cap is refused: `model/verify.py` compares with the model's own logits.
+does more than scale and cap is refused: `model/verify.py` compares with the model's own logits. Where several processes hold some rows of
+the output embedding each (parallel/tensor.py), all of them call this together, with the same rows, and get the same results.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.footprint import Entropy, HeadOptions, rows_at_once
-from fulltilt.kernels.token_logprobs import Call, LinearProduct, TokenLogprobs, product
+from fulltilt.kernels.token_logprobs import Call, LinearProduct, TokenLogprobs, VocabularyPart, join_parts, product, within
 from fulltilt.records import UserError
+
+VOCABULARY_PART = "vocabulary_part"  # attribute of a model whose output embedding is divided
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,21 @@ class LogitShape:
 class Head:
     """The model's output embedding, which may be its input embedding too, and the shape of its logits."""
 
-    weight: torch.Tensor  # [vocabulary, width]
+    weight: torch.Tensor  # [vocabulary, width], or this process's rows of it
     bias: torch.Tensor | None
     shape: LogitShape = LogitShape()
+    part: VocabularyPart | None = None  # which rows; None: all
 
     @staticmethod
     def of(model: torch.nn.Module) -> Head:
         layer = model.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(layer, torch.nn.Linear):
             raise UserError(f"{type(model).__name__} has no linear output layer: it is not a causal language model that fulltilt can train")
-        return Head(layer.weight, layer.bias, LogitShape.of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
+        shape = LogitShape.of(model.config.get_text_config())  # type: ignore[union-attr, operator]
+        return Head(layer.weight, layer.bias, shape, getattr(model, VOCABULARY_PART, None))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary], in float32 or better."""
+        """Logits [R, vocabulary], in float32 or better; of this process's part of the vocabulary only, where it is divided."""
         return self.shape.logits(self.product(hidden))
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,7 +81,7 @@ def token_logprobs(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
     kept = learns and options.keeps(entropy)
     rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype.itemsize, hidden.device.type, kept)
-    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, kept)
+    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, kept, head.part)
     return TokenLogprobs.apply(hidden, head.weight, head.bias, targets, call)
 
 
@@ -85,11 +90,16 @@ def plain_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_logprobs` from the logits of all rows."""
     logits = head.shape.logits(LinearProduct.apply(hidden, head.weight, head.bias)) * (1.0 / temperature)
-    logprobs = logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
-    if entropy == "none":
-        return logprobs, None
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
-        return logprobs, plain_entropy(logits, options)
+    chosen = targets if head.part is None else within(targets - head.part.start, len(head.weight))[0]
+    # In this order, so that the backward pass holds one tensor of the logits' size less.
+    of_chosen, normaliser = logits.gather(1, chosen[:, None])[:, 0], torch.logsumexp(logits, dim=-1)
+    logprobs, found = of_chosen - normaliser, None
+    if entropy != "none":
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
+            found = plain_entropy(logits, options)
+    if head.part is not None:
+        logprobs, _, found = join_parts(head.part, targets, len(head.weight), logprobs, normaliser, found)
+    return logprobs, found
 
 
 def plain_entropy(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fulltilt.blame import says_nothing
 from fulltilt.model.arrays import to_device
 from fulltilt.model.attention import Context, Decode, LayerShape, Packed, Paged, UnsupportedModel
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.heads import Head, token_logprobs
+from fulltilt.model.heads import VOCABULARY_PART, Head, token_logprobs
 from fulltilt.records import UserError
 from fulltilt.words import first_line, listed, many
 
@@ -285,7 +285,8 @@ def random_documents(model: PreTrainedModel) -> list[np.ndarray]:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
+    part = getattr(model, VOCABULARY_PART, None)  # a member of a tensor-parallel group has some rows only, and the same documents as others
+    return int(model.get_input_embeddings().weight.shape[0]) if part is None else part.vocabulary
 
 
 def name_of(model: PreTrainedModel) -> str:

@@ -1,0 +1,120 @@
+"""How tensor parallelism cuts a model's tensors: arithmetic alone, without torch.
+
+Enters: a model's sizes and the number of members that share it. Leaves: which sizes are legal, and why another one is not; for a tensor,
+which of its rows or columns each member holds (`Cut`). Guaranteed: every row or column is held by at least one member, and by as many as
+its section says; members that hold the same ones are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulltilt.records import UserError
+from fulltilt.shape import Shape
+from fulltilt.words import listed
+
+VOCABULARY_ALIGN = 8  # rows: 16 bytes of bfloat16 logits, which matrix products need to be fast
+
+
+@dataclass(frozen=True)
+class Section:
+    """Consecutive rows or columns of a tensor, dealt out in equal stretches; the last one may be shorter."""
+
+    length: int
+    each: int  # length of a stretch
+    copies: int = 1  # neighbouring members that hold the same stretch
+
+    def part(self, rank: int) -> range:
+        """What a member holds of the section, counted from its beginning."""
+        start = min(self.length, rank // self.copies * self.each)
+        return range(start, min(self.length, start + self.each))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The rows (or columns, or other slices along one dimension) of a tensor that each member holds.
+
+    A member's gradient of a stretch that others hold too is a part of the whole one, which is the sum over these members.
+
+        Cut.rows(8, 2)                          member 0: rows 0 to 3, member 1: rows 4 to 7
+        Cut.whole(8, 2)                         both: all rows
+        Cut(0, (Section(8, 4), Section(2, 1)))  member 0: rows 0 to 3 and 8; member 1: rows 4 to 7 and 9
+    """
+
+    dim: int
+    sections: tuple[Section, ...]
+
+    @staticmethod
+    def rows(length: int, size: int, dim: int = 0) -> Cut:
+        return Cut(dim, (even(length, size),))
+
+    @staticmethod
+    def whole(length: int, size: int) -> Cut:
+        return Cut(0, (Section(length, length, size),))
+
+    @property
+    def shared(self) -> bool:
+        """Whether several members hold the same numbers: then their gradients have to be summed."""
+        return any(section.copies > 1 for section in self.sections)
+
+    @property
+    def length(self) -> int:
+        """Of the whole tensor, along the dimension."""
+        return sum(section.length for section in self.sections)
+
+    def parts(self, rank: int) -> list[range]:
+        """What a member holds of each section, counted from the beginning of the whole tensor."""
+        found, start = [], 0
+        for section in self.sections:
+            own = section.part(rank)
+            found.append(range(start + own.start, start + own.stop))
+            start += section.length
+        return found
+
+    def at(self, dim: int) -> Cut:
+        """The same cut along another dimension."""
+        return Cut(dim, self.sections)
+
+
+def even(length: int, size: int, unit: int = 1) -> Section:
+    """`length` rows in units of `unit`, the same number for each member. Fewer units than members are duplicated."""
+    units = length // unit
+    assert length % unit == 0 and (units % size == 0 or size % units == 0), f"{length} rows in units of {unit} for {size} members"
+    return Section(length, length // size) if units % size == 0 else Section(length, unit, size // units)
+
+
+def vocabulary_rows(vocabulary: int, size: int) -> int:
+    """Rows of an embedding that each member holds; the last member may hold fewer."""
+    return -(-vocabulary // (size * VOCABULARY_ALIGN)) * VOCABULARY_ALIGN
+
+
+# ---- which sizes are legal -------------------------------------------------------------------------------------------------------------
+
+
+def why_not(shape: Shape, size: int) -> str | None:
+    """Why a model cannot be cut for so many members; None: it can."""
+    for layer in shape.layers:
+        if layer.heads % size:
+            return f"the model has {layer.heads} query heads"
+        if layer.key_heads % size and size % layer.key_heads:
+            return f"the model has {layer.key_heads} key-value heads, which can be divided among the members or duplicated, but not both"
+        inner = {"its gated layers are": layer.inner}
+        if layer.experts:
+            inner = {"its experts are": layer.experts.inner, "its shared experts are": layer.experts.shared_inner}
+        for words, width in inner.items():
+            if width % size:
+                return f"{words} {width} numbers wide"
+    if (size - 1) * vocabulary_rows(shape.vocabulary, size) >= shape.vocabulary:
+        return f"the model has a vocabulary of {shape.vocabulary} only"
+    return None
+
+
+def legal_sizes(shape: Shape) -> list[int]:
+    most = min((layer.heads for layer in shape.layers), default=1)
+    return [size for size in range(1, most + 1) if why_not(shape, size) is None]
+
+
+def require_legal(shape: Shape, size: int, key: str) -> None:
+    """`key`: the setting that gives the size."""
+    if (reason := why_not(shape, size)) is not None:
+        raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_sizes(shape), 32)}")

@@ -1,0 +1,297 @@
+"""Tensor parallelism: the members of a group compute every layer together, each with some heads, columns and tokens of the vocabulary.
+
+Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters, before it is fused. Leaves: the same model, whose
+parameters are this member's parts, under their names, as plain parameters of plain modules, and a `TensorSplit`. Guaranteed: all members
+that call the model on the same tokens get the log-probs, entropies and values of the whole model; the sum of what they find for a
+parameter's gradient (`SliceTable.join_gradients`) is the whole one. Gradients are not exchanged in passes: for numbers that several members
+hold, `TensorSplit.sum_shared` adds them up, once before the step. parallel/slices.py says how parameters are cut, and refuses others.
+
+Between attention and feed-forward layers each member has T / size tokens, so that norms and residuals are computed once (sequence
+parallel, as in Megatron): tokens are gathered before a layer and summed and dealt out behind it. Where size does not divide T, the last
+members have rows of zeros, which no layer sees. Every collective runs in the model's own order and again in a recomputed layer; all members
+must make the same passes.
+
+    layer          forward                              backward
+    embedding      own rows, reduce-scatter             all-gather
+    attention,     all-gather, own heads or columns,    all-gather, own heads or columns,
+    feed-forward   reduce-scatter                       reduce-scatter
+    last norm      all-gather                           reduce-scatter
+    head           own part of the vocabulary, sums     own part of the vocabulary
+    score          own tokens, all-gather               own tokens
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fulltilt.kernels.token_logprobs import VocabularyPart
+from fulltilt.model.fuse import STATE
+from fulltilt.model.heads import VOCABULARY_PART
+from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.cuts import Section, vocabulary_rows
+from fulltilt.parallel.layout import EXCHANGE_BYTES
+from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
+
+# ---- tokens between members ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TokenExchange:
+    """Collectives over the tokens [.., T, width] of a pass. Each member has ceil(T / size) of them, the last ones perhaps rows of zeros."""
+
+    ranks: Ranks
+    tokens: int = 0  # T of the pass that is running
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """All members' tokens; they go on to compute parts of what follows, whose gradients are summed."""
+        return _Gather.apply(own, self, self.tokens, True)
+
+    def gather_results(self, own: torch.Tensor) -> torch.Tensor:
+        """All members' tokens; they go on to compute the same, whose gradient is the same for each."""
+        return _Gather.apply(own, self, self.tokens, False)
+
+    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over members of what they have for all tokens, of which each gets its own."""
+        return _Scatter.apply(parts, self)
+
+    def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
+        rows = own.reshape(-1, own.shape[-1]).contiguous()
+        found = rows.new_empty(len(rows) * self.ranks.size, rows.shape[1])
+        self.ranks.moved["all-gather"] += found.nbytes
+        gather_into(found, rows, group=self.ranks.group)
+        return found[:tokens].view(*own.shape[:-2], tokens, -1)
+
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        rows = self.padded(parts)
+        found = rows.new_empty(len(rows) // self.ranks.size, rows.shape[1])
+        self.ranks.moved["reduce-scatter"] += rows.nbytes
+        reduce_into(found, rows, group=self.ranks.group)
+        return found.view(*parts.shape[:-2], len(found), -1)
+
+    def most(self, tensor: torch.Tensor) -> None:
+        """The largest number of all members, in place."""
+        self.ranks.moved["all-reduce"] += tensor.nbytes
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This member's tokens of all."""
+        rows = self.padded(whole).view(self.ranks.size, -1, whole.shape[-1])[self.ranks.rank]
+        return rows.view(*whole.shape[:-2], len(rows), -1)
+
+    def padded(self, whole: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens, as many as size divides."""
+        rows = whole.reshape(-1, whole.shape[-1])
+        missing = -len(rows) % self.ranks.size
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, exchange: TokenExchange, tokens: int, summed: bool) -> torch.Tensor:
+        ctx.exchange, ctx.summed = exchange, summed
+        return exchange.all_gather(own, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, of_all: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (ctx.exchange.reduce_scatter(of_all) if ctx.summed else ctx.exchange.own(of_all)), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, exchange: TokenExchange) -> torch.Tensor:
+        ctx.exchange, ctx.tokens = exchange, parts.shape[-2]
+        return exchange.reduce_scatter(parts)
+
+    @staticmethod
+    def backward(ctx: Any, of_own: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.exchange.all_gather(of_own, ctx.tokens), None
+
+
+# ---- splitting a model -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TensorSplit:
+    """A model that is divided among the members of a group, as this member has it."""
+
+    model: torch.nn.Module
+    table: SliceTable
+    exchange: TokenExchange
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.exchange.ranks
+
+    @torch.no_grad()
+    def sum_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Make gradients whole, in place, of numbers that several members hold. All members give those of the same parameters."""
+        pending: list[tuple[torch.Tensor, int]] = []
+        filled = 0
+        for given, length, place in self._shared_pieces(gradients):
+            limit = EXCHANGE_BYTES // given.element_size()
+            if pending and (filled + length > limit or given.dtype != pending[0][0].dtype):
+                self._sum(pending, filled)
+                pending, filled = [], 0
+            pending.append((given, filled + place))
+            filled += length
+        if pending:
+            self._sum(pending, filled)
+
+    def counted(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The stretches of a parameter's tensor that this member counts in a norm over all members, which counts every number once."""
+        cut, rank = self.table.cuts[name], self.ranks.rank
+        stretches = tensor.split([len(part) for part in cut.parts(rank)], cut.dim)
+        return [own for section, own in zip(cut.sections, stretches, strict=True) if rank % section.copies == 0]
+
+    def _shared_pieces(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """This member's stretches of shared sections; how many numbers all members' stretches are together, and where this one begins."""
+        for name, gradient in gradients.items():
+            cut = self.table.cuts[name]
+            stretches = gradient.split([len(part) for part in cut.parts(self.ranks.rank)], cut.dim)
+            for section, own in zip(cut.sections, stretches, strict=True):
+                if section.copies > 1:
+                    number = own.numel()
+                    yield own, number * (self.ranks.size // section.copies), number * (self.ranks.rank // section.copies)
+
+    def _sum(self, pieces: Sequence[tuple[torch.Tensor, int]], length: int) -> None:
+        sample = pieces[0][0]
+        memory = torch.zeros(length, dtype=sample.dtype, device=sample.device)
+        for own, place in pieces:
+            memory[place : place + own.numel()] = own.reshape(-1)
+        self.ranks.sum(memory)
+        for own, place in pieces:
+            own.copy_(memory[place : place + own.numel()].view(own.shape))
+
+
+@torch.no_grad()
+def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
+    """Divide a whole model among the members of a group. Call it before layers are fused or recomputed and before the optimizer is made."""
+    assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
+    found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks))
+    divide_vocabulary(model, found)
+    for block in parallel_blocks(model):
+        if hasattr(block, "o_proj"):
+            tell_heads(block, ranks.size)
+            block.register_forward_pre_hook(note_tokens(found.exchange), with_kwargs=True)
+        block.register_forward_pre_hook(gather_before(found.exchange), with_kwargs=True)
+        block.register_forward_hook(scatter_behind(found.exchange))
+        if ranks.rank:
+            leave_out_biases(block)
+    cut_parameters(model, found.table, ranks.rank)
+    return found
+
+
+def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None:
+    """Replace every parameter by this member's part. A tied one stays tied."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for leaf, whole in list(module.named_parameters(recurse=False)):
+            if whole not in made:
+                own = table.local_slice(f"{prefix}.{leaf}", whole.detach(), rank).clone(memory_format=torch.contiguous_format)
+                made[whole] = torch.nn.Parameter(own, requires_grad=whole.requires_grad)
+            setattr(module, leaf, made[whole])
+        if isinstance(module, torch.nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, torch.nn.Embedding):
+            module.num_embeddings = len(module.weight)
+
+
+def tell_heads(block: Any, size: int) -> None:
+    """Give an attention layer the number of its own heads. Most take it from their weights."""
+    heads, key_heads = (max(1, count // size) for count in head_counts(block))
+    own = {"num_heads": heads, "num_key_value_heads": key_heads, "num_key_value_groups": heads // key_heads}
+    for name, number in own.items():
+        if hasattr(block, name):
+            setattr(block, name, number)
+    if hasattr(block, "qkv_proj"):
+        block.config = copy.copy(block.config)
+        block.config.num_attention_heads, block.config.num_key_value_heads = heads, key_heads
+
+
+def leave_out_biases(block: torch.nn.Module) -> None:
+    """The results of a layer that is cut by columns are summed over members, so only the first one adds its bias."""
+    for name, layer in block.named_modules():
+        if isinstance(layer, torch.nn.Linear) and layer.bias is not None and is_cut_by_columns(name):
+            layer.forward = MethodType(without_bias, layer)  # type: ignore[method-assign]
+
+
+def without_bias(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, self.weight, 0 * self.bias)  # it has a gradient of zero, as all parameters that learn have one on every member
+
+
+# ---- hooks of blocks: a block sees all tokens -------------------------------------------------------------------------------------------
+
+
+def note_tokens(exchange: TokenExchange) -> Callable[..., None]:
+    """Attention comes first in a layer and is told the number of tokens, also where a layer is recomputed after another pass has begun."""
+
+    def hook(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        exchange.tokens = kwargs["position_embeddings"][0].shape[-2]
+
+    return hook
+
+
+def gather_before(exchange: TokenExchange) -> Callable[..., Any]:
+    def hook(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (exchange.gather(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": exchange.gather(kwargs["hidden_states"])}
+
+    return hook
+
+
+def scatter_behind(exchange: TokenExchange) -> Callable[..., Any]:
+    def hook(block: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (exchange.scatter(output[0]), *output[1:]) if isinstance(output, tuple) else exchange.scatter(output)
+
+    return hook
+
+
+# ---- the vocabulary ----------------------------------------------------------------------------------------------------------------------
+
+
+def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
+    """Embed with this member's rows, and let the head have all tokens. A critic's score reads them in parts: its gradient must be a part
+    too, as that of every other parameter. Called on the whole model."""
+    ranks, exchange, body = found.ranks, found.exchange, body_of(model)
+    embeddings: list[Any] = embeddings_of(model)
+    first = embeddings[0]
+    rows = [Section(len(layer.weight), vocabulary_rows(len(layer.weight), ranks.size)).part(ranks.rank) for layer in embeddings]
+    if first.padding_idx is not None:
+        first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
+    first.forward = MethodType(embed_own(exchange, rows[0]), first)
+    body.register_forward_hook(gather_output(exchange))
+    # Functions, not methods: a copy of the model uses the same group.
+    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), lambda own: ranks.sum(own), lambda own: exchange.most(own))
+    for each in (model, body):
+        setattr(each, VOCABULARY_PART, part)
+    if isinstance(model, ScalarModel):
+        model.score.register_forward_pre_hook(lambda module, args: exchange.own(args[0]))
+        model.score.register_forward_hook(lambda module, args, output: exchange.gather_results(output))
+
+
+def gather_output(exchange: TokenExchange) -> Callable[..., None]:
+    def hook(body: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        output.last_hidden_state = exchange.gather(output.last_hidden_state)
+
+    return hook
+
+
+def embed_own(exchange: TokenExchange, own: range) -> Callable[..., torch.Tensor]:
+    def forward(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of this member's tokens, zeros for others; summed over members."""
+        exchange.tokens = ids.shape[-1]
+        here = (ids >= own.start) & (ids < own.stop)
+        rows: torch.Tensor = type(self).forward(self, torch.where(here, ids - own.start, 0))
+        return exchange.scatter(rows * here[..., None])
+
+    return forward
