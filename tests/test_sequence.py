@@ -29,6 +29,7 @@ from test_devices import (
 )  # fmt: skip
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+import fulltilt
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import wrong_settings
 from fulltilt.parallel.layout import Sharding, sequence_sizes
@@ -114,6 +115,7 @@ def test_every_role_has_a_size_of_its_own(
     expected_folder, expected = alone("ppo")
     noted = assert_same_run(pool_of_devices, folder, 4, expected_folder, *ONE_STEP, *overrides, *OWN)
     assert_same_gradients(noted, expected)
+    assert len(fulltilt.generate(folder / "run", ["1+1="], max_new_tokens=2)) == 1, "one worker samples from what they have trained"
     with pool_of_devices.assembled(folder, 4, *ONE_STEP, *overrides, *OWN, "run.dir=again") as parts:
         for role, field in {"ref": "ref_logprobs", "actor": "old_logprobs", "critic": "values"}.items():
             with parts.crew.phase({"actor": "old-logprob", "critic": "values", "ref": "ref-logprob"}[role]):

@@ -119,9 +119,15 @@ def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> Run
     return replace(parts, notes=(*parts.notes, *refused))
 
 
+def on_one_worker(config: Config) -> Config:
+    """The configuration without what only several workers obey, of a run that may have had them."""
+    alone = {name: getattr(config, name).model_copy(update={"sequence_parallel": 1}) for name in ("train", "ref", "critic", "reward_model")}
+    return config.model_copy(update=alone)
+
+
 def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, resume: Checkpoint | None = None) -> Crew:
     """A worker that only samples, from prompts of at most `longest` tokens: no data, no reward, no role that learns."""
-    algorithm = build(config)
+    config, algorithm = on_one_worker(config), build(config)
     device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
     check_lengths(config, algorithm, longest)
     if config.lora.rank:
