@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import select
@@ -402,6 +403,32 @@ def test_neither_a_worker_that_loads_slowly_nor_one_that_waits_for_it_is_reporte
     orders = [(rank, str(weights), str(tmp_path / "store")) for rank in range(2)]
     Processes(orders, "slow_loader:make", launch=launch_and_greet, on_stall=told.append, stall_s=4.0).close()
     assert not told and time.monotonic() - began > 8.0
+
+
+ORDER = """
+import time
+
+class Order:
+    def __reduce__(self):
+        return read, ()
+
+def read():
+    pages = []
+    for _ in range(60):
+        pages.append(bytearray(2**20))
+        time.sleep(0.1)
+"""
+
+
+def test_reading_an_order_and_importing_what_it_names_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the order of a run's worker, which names torch and transformers: a busy machine may take long to import them."""
+    forked.use(monkeypatch)
+    (tmp_path / "slow_order.py").write_text(ORDER)
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    orders = [importlib.import_module("slow_order").Order()]
+    Processes(orders, "toy_worker:make", launch=launch_and_greet, on_stall=told.append, stall_s=3.0).close()
+    assert not told
 
 
 @pytest.mark.parametrize("how", ["stopped", "asleep"])

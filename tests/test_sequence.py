@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import fulltilt
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import wrong_settings
+from fulltilt.interrupts import Interrupted
 from fulltilt.parallel.layout import Sharding, sequence_sizes
 from fulltilt.plan import Facts, RoleFacts, plan_roles
 from fulltilt.shape import Shape
@@ -197,6 +199,11 @@ REFUSED = {
         ("cluster.workers=4", "algorithm.name=ppo", "cluster.roles={critic = 1}", "critic.sequence_parallel=2"),
         r"critic.sequence_parallel: 2 workers cannot share micro-batches: only one has this role. Remove the key",
     ),
+    "a role's, from [train]": (
+        ("cluster.workers=3", "algorithm.name=ppo", "cluster.roles={critic = 1}", "train.sequence_parallel=2"),
+        r"train.sequence_parallel: 2 .* of the critic: only one has this role. Set critic.sequence_parallel = 1$",
+    ),
+    "of all roles": (("cluster.workers=3", "algorithm.name=ppo", "train.sequence_parallel=2"), r"must divide the 3 .* Remove the key$"),
 }
 
 
@@ -224,3 +231,47 @@ def test_auto_shares_samples_that_are_longer_than_a_micro_batch(model_folders: M
     assert size(16384, 8) == 1 and size(16385, 8) == 2 and size(40000, 8) == 4
     assert size(40000, 1) == 1 and size(40000, 2) == 2
     assert size(10**6, 8) == 4, "28 heads"
+
+
+def test_a_reference_with_workers_of_its_own_is_not_measured_by_the_actors(model_folders: ModelFolders, tmp_path: Path) -> None:
+    settings = ("cluster.workers=6", "cluster.roles={ref = 4}", "ref.sequence_parallel=4")
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2")), *settings)
+    actor = RoleFacts.of_shape(Shape.named("7B"), config, "cpu", learns=True)
+    facts = Facts("cpu", 0, 200 << 30, {"actor": actor}, 100, 1, sharding=Sharding(workers=2))
+    assert plan_roles(config, facts).settings["actor"].sequence_parallel == 1
+
+
+@pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 2), (6, 2)])
+def test_an_evaluation_on_other_workers_shares_as_far_as_they_allow(
+    model_folders: ModelFolders, tmp_path: Path, workers: int, size: int
+) -> None:
+    """A critic's workers are the actor's in an evaluation, and a chat has one worker."""
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2")), FOUR)
+    facts = Facts("cpu", 0, 200 << 30, {"actor": RoleFacts.of_shape(Shape.named("7B"), config, "cpu", learns=False)}, 100, 1)
+    assert plan_roles(config, replace(facts, sharding=Sharding(workers=workers))).settings["actor"].sequence_parallel == size
+
+
+def test_workers_that_share_micro_batches_stop_at_the_same_one(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a pass: what asks a worker to stop reaches the second one later. One that stopped early would leave the other waiting."""
+    folder, processes = runs.make(tmp_path / "folder", model_folders("qwen2")), pool_of_devices.processes
+
+    def one_by_one(message: Any) -> None:
+        processes.send(0, message)
+        time.sleep(0.5)
+        for rank in range(1, processes.size):
+            processes.send(rank, message)
+
+    monkeypatch.setattr(processes, "send_all", one_by_one)
+    rows = forced([30] * 60)
+    with pool_of_devices.assembled(folder, 2, *FORCED, TWO, "actor.forward_token_budget=15") as parts:
+
+        def interrupt(done: int, total: int) -> None:
+            raise Interrupted
+
+        with pytest.raises(Interrupted), parts.crew.phase("old-logprob"):
+            parts.crew.annotate("actor", "old_logprobs", rows, interrupt)
+        with parts.crew.phase("old-logprob"):
+            annotated = parts.crew.annotate("actor", "old_logprobs", rows, lambda done, total: None)
+        assert all(row.old_logprobs is not None for row in annotated.rows)

@@ -19,7 +19,7 @@ from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.records import UserError
-from fulltilt.schema import Config, shares_parameters
+from fulltilt.schema import Config, shares_model, shares_parameters
 from fulltilt.shape import Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
@@ -501,8 +501,12 @@ class Decisions:
         """The decisions with that value, if the key was left to `auto`."""
         if self.keys[role].get(key) != "auto":
             return self
-        keys = {**self.keys, role: {**self.keys[role], key: value}}
-        return Decisions(keys, self.reasons if why is None else {**self.reasons, (role, key): why})
+        decided = self.replace(role, key, value)
+        return decided if why is None else replace(decided, reasons={**self.reasons, (role, key): why})
+
+    def replace(self, role: str, key: str, value: Any) -> Decisions:
+        """The decisions with that value in place of any other."""
+        return replace(self, keys={**self.keys, role: {**self.keys[role], key: value}})
 
     def sequence(self, role: str) -> int:
         given = self.keys[role]["sequence_parallel"]
@@ -547,14 +551,18 @@ def given_decisions(config: Config, facts: Facts) -> Decisions:
 
 def decide_sequence(config: Config, made: Decisions, facts: Facts) -> Decisions:
     """How many workers compute a micro-batch together: as few as give none of them more tokens of the longest sample than it may have."""
-    for role, keys in made.keys.items():
-        model = facts.roles.get(role) or facts.roles.get("actor")  # a reference may be the actor without its adapters
-        if model is None or (role not in facts.roles and role != "ref"):
-            continue
+    models = dict(facts.roles)
+    if "actor" in models and shares_model(config):
+        models.setdefault("ref", facts.actor)
+    evaluates = "actor" in models and not facts.actor.trained  # perhaps on other workers than the run that learned
+    for role, model in models.items():
+        keys = made.keys[role]
         legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in model.shape.layers), facts.sharding.workers)
         given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, {})
-        if given != "auto" and given not in legal:
-            raise UserError(wrong_sequence_size(sequence_key(config, role), given, legal, facts.sharding.workers))
+        if given != "auto" and given not in legal and evaluates:
+            made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
+        elif given != "auto" and given not in legal:
+            raise UserError(wrong_sequence_size(role, sequence_key(config, role), given, legal, facts.sharding.workers))
         longest = longest_row(config, facts)
         if facts.device == "cuda" and longest > most and len(legal) > 1:
             size = next((size for size in legal if -(-longest // size) <= most), legal[-1])
@@ -568,13 +576,16 @@ def sequence_key(config: Config, role: str) -> str:
     return f"{role}.sequence_parallel" if own else "train.sequence_parallel"
 
 
-def wrong_sequence_size(key: str, size: int, legal: Sequence[int], workers: int) -> str:
-    """`workers`: those that have the role."""
+def wrong_sequence_size(role: str, key: str, size: int, legal: Sequence[int], workers: int) -> str:
+    """`key`: what gives the role its size. `workers`: those that have the role."""
     must = f"the number must divide the {workers} that have this role, and fit the model's attention heads"
     if workers == 1:
         must = "only one has this role"
-    remedy = f"Use {either([str(each) for each in legal])}" if len(legal) > 1 else "Remove the key"
-    return f"{key}: {size} workers cannot share micro-batches: {must}. {remedy}"
+    sizes = either([str(each) for each in legal])
+    remedy = f"Use {sizes}" if len(legal) > 1 else "Remove the key"
+    inherits = role != "actor" and not key.startswith(role)
+    of_role, remedy = (f" of the {role}", f"Set {role}.sequence_parallel = {sizes}") if inherits else ("", remedy)
+    return f"{key}: {size} workers cannot share micro-batches{of_role}: {must}. {remedy}"
 
 
 def longest_row(config: Config, facts: Facts) -> int:

@@ -957,6 +957,11 @@ def shares_parameters(config: Config) -> bool:
     return config.train.shard in ("full", "hybrid")
 
 
+def shares_model(config: Config) -> bool:
+    """Whether the reference role is the actor without its adapters: they start at nothing, and no second model is held."""
+    return config.lora.rank > 0 and config.lora.path is None and config.ref.path is None
+
+
 def uses_reward_model(config: Config) -> bool:
     return REWARD_MODEL in rewards_named(config.reward.function, config.reward.sources)
 

@@ -22,7 +22,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
 from fulltilt.cluster.keeper import free_shared_memory, wrong_shared_memory
-from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
+from fulltilt.cluster.loading import Fusing, make_encoder
 from fulltilt.cluster.shelf import wrong_shares
 from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
@@ -46,7 +46,7 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, row_of, shares_parameters, shown, uses_reward_model, value_of
+from fulltilt.schema import Config, conditions, keys, row_of, shares_model, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.shape import UnknownParameters
 from fulltilt.user_code import UserCodeError
@@ -198,7 +198,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
-        *dict.fromkeys(wrong_sequence(config, algorithm, device)),  # the same for all roles that have no key of their own
+        *wrong_sequence(config, algorithm, device),
         *among_own_checkpoints(config),
     ]
 
@@ -265,6 +265,7 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
         "critic": algorithm.value_loss,
         "reward_model": uses_reward_model(config),
     }
+    said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
     for role in (role for role, wanted in used.items() if wanted):
         key, own = sequence_key(config, role), roles.get(role) or workers - sum(roles.values())
         size, path = given_settings(config, role)["sequence_parallel"], None if role == "actor" else getattr(config, role).path
@@ -275,8 +276,9 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
         except (UserError, UnknownParameters):
             continue  # said of the model itself, or not known before it is loaded
         legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in layers), own)
-        if size not in legal:
-            yield wrong_sequence_size(key, size, legal, own)
+        if size not in legal and (key, own, tuple(legal)) not in said:
+            said.add((key, own, tuple(legal)))
+            yield wrong_sequence_size(role, key, size, legal, own)
 
 
 def unshared(config: Config) -> dict[str, str]:

@@ -225,7 +225,8 @@ class Crew:
         own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
         given = self._bring(role, field, rows, own, whole=False)
         args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
-        call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=role in self._gathers)
+        waits = role in self._gathers or self._sharing[role] > 1
+        call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=waits)
 
         def finish(report: Report) -> Passes:
             for done, _ in enumerate((item for rank, item in call.items() if rank in telling), start=1):

@@ -23,7 +23,7 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.schema import Config, LoraConfig, shares_parameters, uses_reward_model
+from fulltilt.schema import Config, LoraConfig, shares_model, shares_parameters, uses_reward_model
 from fulltilt.training.checkpoint import Checkpoint
 
 
@@ -73,11 +73,6 @@ def load_models(
         if loaded:
             loaded(role, own[role])
     return Models({role: own[role] for role in loaders}, layers, fusing.words())
-
-
-def shares_model(config: Config) -> bool:
-    """Whether the reference role is the actor without its adapters: they start at nothing, and no second model is held."""
-    return config.lora.rank > 0 and config.lora.path is None and config.ref.path is None
 
 
 class Fusing:

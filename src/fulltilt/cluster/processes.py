@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import pickle
 import socket
 import sys
 import threading
@@ -188,7 +189,8 @@ class Processes:
                     thread = threading.Thread(target=target, args=(peer,), name=f"worker-{peer.rank}", daemon=True)
                     thread.start()
                     self._threads.append(thread)
-            self.start(make, [(order,) for order in orders], what=what).results()
+            # An order is read where the worker is made: what it names is imported then, which may take long.
+            self.start(make, [(pickle.dumps(order),) for order in orders], what=what).results()
         except BaseException:
             self.close()
             raise

@@ -16,6 +16,7 @@ import faulthandler
 import importlib
 import io
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -146,11 +147,12 @@ class Server:
             _end_at_once()
 
 
-def imported_and_called(path: str, args: tuple[Any, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
+def imported_and_called(path: str, args: tuple[bytes, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
+    """`args`: each pickled, so that the imports that it asks for are made here."""
     module, _, name = path.partition(":")
     with signs_of_progress(inbox.send, float(os.environ.get(STALL_S, "45")) / SIGNS):
         function = getattr(importlib.import_module(module), name)
-        return (yield from produced(function, args, inbox))
+        return (yield from produced(function, [pickle.loads(each) for each in args], inbox))
 
 
 @contextlib.contextmanager

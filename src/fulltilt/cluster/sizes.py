@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.checks import TextFacts, unshared
-from fulltilt.cluster.loading import Models, shares_model
+from fulltilt.cluster.loading import Models
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
@@ -41,7 +41,7 @@ from fulltilt.plan import (
 )
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model
 from fulltilt.shape import UnknownParameters
 
 ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own

@@ -18,7 +18,7 @@ MOST_FRAMES = 6  # of a stack that are shown
 COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 PACKAGE = f"{os.sep}fulltilt{os.sep}"
 # Where this package calls collectives. With NCCL the call itself returns at once, and what reads its result waits.
-OUR_COLLECTIVES = tuple(os.path.join("fulltilt", "parallel", name) for name in ("ranks.py", "parcels.py", "exchange.py"))
+OUR_COLLECTIVES = tuple(os.path.join("fulltilt", "parallel", name) for name in ("ranks.py", "parcels.py", "sequence.py", "exchange.py"))
 # A call runs inside the first of these functions, and waits for the driver inside the second.
 CALLING = (os.path.join("cluster", "hosts.py"), "produced")
 WAITING = (os.path.join("cluster", "serve.py"), "wait")
