@@ -126,7 +126,7 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: str) 
             next(items)
     silent, idle, busy, *frames = told[0].splitlines()
     assert re.fullmatch(pattern, silent)
-    assert idle.startswith("worker 0") and idle.endswith("has nothing to do") and busy.endswith("sleep_forever, at work")
+    assert idle.startswith("worker 0") and idle.endswith("has finished its part") and busy.endswith("sleep_forever, at work")
     assert re.search(r"toy_worker.py:\d+ in sleep_forever", frames[-1])
 
 
