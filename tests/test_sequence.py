@@ -222,8 +222,8 @@ def test_sizes_that_are_refused_before_anything_loads(
 def test_auto_shares_samples_that_are_longer_than_a_micro_batch(model_folders: ModelFolders, tmp_path: Path) -> None:
     config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT))
 
-    def size(longest: int, workers: int) -> int:
-        shape = Shape.named("7B")
+    def size(longest: int, workers: int, name: str = "7B") -> int:
+        shape = Shape.named(name)
         facts = Facts("cuda", 80 << 30, 200 << 30, {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True)}, longest, 1)
         facts = replace(facts, rollout=False, sharding=Sharding(workers=workers))
         return plan_roles(config, facts).settings["actor"].sequence_parallel
@@ -231,6 +231,7 @@ def test_auto_shares_samples_that_are_longer_than_a_micro_batch(model_folders: M
     assert size(16384, 8) == 1 and size(16385, 8) == 2 and size(40000, 8) == 4
     assert size(40000, 1) == 1 and size(40000, 2) == 2
     assert size(10**6, 8) == 4, "28 heads"
+    assert size(40000, 2, "small") == 1, "a worker gets four times the usual budget of so small a model"
 
 
 def test_a_reference_with_workers_of_its_own_is_not_measured_by_the_actors(model_folders: ModelFolders, tmp_path: Path) -> None:

@@ -524,15 +524,18 @@ class Decisions:
 def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
     """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
     so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
-    made = decide_sequence(config, given_decisions(config, facts), facts)
+    made = given_decisions(config, facts)
     check_layers(facts, made)
+    trained = [role for role, model in facts.roles.items() if model.trained]
     budgets: dict[str, int] = {}
-    if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
+    on_cuda = facts.device == "cuda"  # on a CPU there is no second memory, and time is shorter than memory
+    if on_cuda:
         made = decide_offloads(made, facts)
-        trained = [role for role, model in facts.roles.items() if model.trained]
         of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
         by_auto = config.actor.token_budget == "auto"
         budgets = {role: of_kept.get(role) or decide_budget(config, made, facts, role) for role in trained if by_auto}
+    made = decide_sequence(config, made, facts, budgets)
+    if on_cuda:
         for role in trained:
             made = decide_activations(config, made, facts, role, budgets)
         check_host(config, facts, made, budgets)
@@ -549,7 +552,7 @@ def given_decisions(config: Config, facts: Facts) -> Decisions:
     return made
 
 
-def decide_sequence(config: Config, made: Decisions, facts: Facts) -> Decisions:
+def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapping[str, int]) -> Decisions:
     """How many workers compute a micro-batch together: as few as give none of them more tokens of the longest sample than it may have."""
     models = dict(facts.roles)
     if "actor" in models and shares_model(config):
@@ -558,7 +561,7 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts) -> Decisions:
     for role, model in models.items():
         keys = made.keys[role]
         legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in model.shape.layers), facts.sharding.workers)
-        given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, {})
+        given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, budgets)
         if given != "auto" and given not in legal and evaluates:
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
         elif given != "auto" and given not in legal:
