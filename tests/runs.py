@@ -187,6 +187,7 @@ def _loaded() -> ForkServerContext:
 def _run_command(
     folder: Path, arguments: Sequence[str], stdout: Connection, variables: Mapping[str, str], first: Callable[[], object]
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it, and so what it starts
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
