@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import re
 import signal
 import socket
@@ -203,7 +204,7 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
         assert isinstance(answer, Result)
         return answer.result
 
-    call("toy_worker:make", 5)
+    call("toy_worker:make", pickle.dumps(5))
     names = ("TOY", "FULLTILT_WORKER", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
     connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
