@@ -368,7 +368,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(
 def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
     pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str, shard: str
 ) -> None:
-    """Of a hybrid run, the groups are replicas, their moments included."""
+    """The groups of a hybrid run are replicas, their moments included."""
     settings = (
         f"model.dtype={dtype}",
         "algorithm.epochs=25",

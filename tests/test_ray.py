@@ -148,7 +148,7 @@ def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) 
         r"/dev/shm of the machine node-b has 1.0 MiB free, and 2 workers need 64.0 MiB",
     ]
     assert len(found) == len(expected) and all(re.match(*pair) for pair in zip(expected, found, strict=True)), found
-    (tmp_path / "model" / "config.json").write_text("[]")  # of the same size
+    (tmp_path / "model" / "config.json").write_text("[]")  # as many bytes as before
     other = replace(here, sees_marker=True, contents=facts_of_machine(questions).contents)
     (text,) = ray.differences("node-b", other, here, Shared(tmp_path, {"model.path": "model"}), 0)
     assert text.startswith("model.path: model holds other files on the machine node-b")

@@ -159,7 +159,7 @@ def test_a_critic_of_several_workers_is_shared_out(
 @pytest.mark.long
 @pytest.mark.parametrize("critics", [2, 4])
 def test_groups_of_workers_go_with_roles(template: Path, tmp_path: Path, critics: int) -> None:
-    """Of six workers, the actor's, or the critic's, are two groups."""
+    """Six workers, among which the actor's, or the critic's, are two groups."""
     one, several = (runs.make(tmp_path / name, (template / "model").resolve()) for name in ("one", "several"))
     settings = (*ONE_STEP, *PPO[:2])
     with contextlib.closing(Pool(6)) as pool:

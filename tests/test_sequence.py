@@ -111,7 +111,7 @@ def test_sizes_that_heads_and_workers_allow() -> None:
 def test_every_role_has_a_size_of_its_own(
     pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
 ) -> None:
-    """Of a micro-batch of 30 tokens, 15 enter the actor on each worker, 8 the critic, and all the reference."""
+    """A micro-batch has 30 tokens: 15 enter the actor on each worker, 8 the critic, and all the reference."""
     family, tables, overrides = FAMILIES["ppo"]
     folder = runs.make(tmp_path / "folder", model_folders(family), tables)
     expected_folder, expected = alone("ppo")

@@ -144,7 +144,7 @@ class Row:
         return self.advantages is None or bool(self.advantages[self.mask].any())
 
 
-PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # of a row, that updates read
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # which updates read
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,15 +33,7 @@ from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
 from fulltilt.parallel.layout import sequence_sizes
-from fulltilt.plan import (
-    OFFLOADS,
-    check_context,
-    count_steps,
-    given_settings,
-    graphs_without_device,
-    sequence_key,
-    wrong_sequence_size,
-)  # fmt: skip
+from fulltilt.plan import OFFLOADS, check_context, count_steps, given_settings, graphs_without_device, sequence_key, wrong_sequence_size
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder

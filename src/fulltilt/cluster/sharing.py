@@ -27,7 +27,7 @@ from fulltilt.words import in_bytes
 @dataclass(eq=False)
 class SharedModels:
     shards: dict[str, Shards] = field(default_factory=dict)  # by role
-    facts: dict[str, RoleFacts] = field(default_factory=dict)  # of each role's model, as it was before it was shared out
+    facts: dict[str, RoleFacts] = field(default_factory=dict)  # what each role's model was like before it was shared out
     rollout: PreTrainedModel | None = None  # the whole actor, for the engine
     structure: PreTrainedModel | None = None  # the actor without memory, where no engine needs it whole
     twin: Twin | None = None  # keeps `rollout` at the latest weights

@@ -93,7 +93,7 @@ def order_of_loading(config: Config, roles: Collection[str], device: str, shardi
     try:
         found = dict(known_roles(config, roles, device))
     except UnknownParameters:
-        return sorted(roles, key=lambda role: role == "actor")  # of which a whole copy may stay
+        return sorted(roles, key=lambda role: role == "actor")  # last, because a whole copy of the actor may stay
     return [*loading_order(Facts(device, 0, 0, found, 0, 1, rollout=sampled, sharding=sharding))]
 
 

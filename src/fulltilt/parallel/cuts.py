@@ -59,7 +59,7 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Of the whole tensor, along the dimension."""
+        """The length of the whole tensor along the dimension that is cut."""
         return sum(section.length for section in self.sections)
 
     def parts(self, rank: int) -> list[range]:

@@ -25,8 +25,8 @@ COUNT = 8  # bytes at the beginning of a parcel: how many entries it has; also t
 ROW_ENTRY = np.dtype(
     [("index", "i8"), ("tokens", "i8"), ("group", "i8"), ("lag", "i8"), ("fields", "i8"), ("reward", "f8"), ("baseline", "f8")]
 )
-TOKEN_BYTES = 5  # of a row's token: its id, and whether it is trained on
-NUMBER_BYTES = 4  # of a number for a token
+TOKEN_BYTES = 5  # what a token of a row takes: its id, and whether it is trained on
+NUMBER_BYTES = 4  # what a number for a token takes
 NUMBERS_ENTRY = np.dtype([("index", "i8"), ("tokens", "i8")])
 MOST_NUMBERS = 40  # in a parcel of plain numbers: no sum of float64 has more exact parts
 

@@ -101,7 +101,7 @@ def cut_of(model: torch.nn.Module, blocks: Mapping[torch.nn.Module, Any], name: 
 
 
 def row_sections(block: Any, name: str, layer: Any, short: str, size: int) -> tuple[Section, ...]:
-    """Of a projection of the block that is cut by rows."""
+    """The sections of a projection of the block that is cut by rows."""
     rows = layer.out_features
     if short in ("gate_proj", "up_proj"):
         return (even(rows, size),)
