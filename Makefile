@@ -43,7 +43,7 @@ check: .venv/dev
 	$(BIN)/python tests/faults --cases 300
 
 check-all: check
-	FULLTILT_KILLS=20 $(PYTEST) -m "matrix or long" tests/test_devices.py tests/test_tensor_parallel.py tests/test_ray_workers.py tests/test_traffic.py
+	$(PYTEST) -m matrix
 
 faults: .venv/dev
 	$(BIN)/python tests/faults $(FAULTS)

@@ -662,8 +662,6 @@ def test_a_worker_that_fails_is_named(
     assert list(runs.checkpoints(folder)) == [2, 3]
 
 
-# Workers of the commands below are forked, unless a number of kills is asked for: these are to happen while workers import, too.
-WORKERS_OF_COMMANDS = runs.nothing if "FULLTILT_KILLS" in os.environ else forked.use_always
 REAL = ("cluster.workers=2", "run.save_every=2", *QUIET)
 
 
@@ -723,7 +721,7 @@ def eventually(found: Callable[[], Any], process: runs.Started) -> Any:
     return value
 
 
-def finish(folder: Path, *settings: str, first: Callable[[], object] = WORKERS_OF_COMMANDS) -> None:
+def finish(folder: Path, *settings: str, first: Callable[[], object] = forked.use_always) -> None:
     ended = runs.command_forked(folder, "train", "run.toml", "--json", *settings, first=first)
     assert ended.code == 0, ended.error
 
@@ -745,7 +743,7 @@ def test_a_real_command_is_told_to_stop(
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     settings = (*REAL, "run.steps=12")
     pool_of_devices.train(expected, 2, *settings)
-    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], WORKERS_OF_COMMANDS)
+    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], forked.use_always)
     for _ in range(2):
         assert process.stdout.readline()
     pids = workers_of(process.pid)
@@ -758,36 +756,46 @@ def test_a_real_command_is_told_to_stop(
     runs.assert_equal_runs(folder, expected)
 
 
-def chance_and_kills() -> tuple[random.Random, int]:
+def random_moments() -> random.Random:
     seed = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000))
     print(f"FULLTILT_TEST_SEED={seed}")
-    return random.Random(seed), int(os.environ.get("FULLTILT_KILLS", "6"))
+    return random.Random(seed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_kills_at_random_moments(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
+@pytest.mark.parametrize(
+    ("kills", "first"),
+    [
+        pytest.param(6, forked.use_always, id="6 of forked workers", marks=pytest.mark.long),
+        pytest.param(20, runs.nothing, id="20, also while workers import", marks=pytest.mark.matrix),
+    ],
+)
+def test_kills_at_random_moments(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str, kills: int, first: Callable[[], object]
+) -> None:
     """Of workers, and of the driver, at any moment from the start of the workers' processes: the run says which worker it was and ends, no
     process is left, and the last one ends with the files of a run that was left alone."""
-    chance, kills = chance_and_kills()
+    chance = random_moments()
     settings = (*REAL, f"run.steps={8 * kills}")
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     pool_of_devices.train(expected, 2, *settings)
     for number in range(kills):
-        kill_once(folder, settings, chance, mark, of_driver=number % 4 == 3, starting=number % 3 == 1)
+        kill_once(folder, settings, chance, mark, first, of_driver=number % 4 == 3, starting=number % 3 == 1)
     assert runs.checkpoints(folder), "every kill came before the first checkpoint, so they proved little"
-    finish(folder, *settings)
+    finish(folder, *settings, first=first)
     runs.assert_equal_runs(folder, expected)
 
 
-def kill_once(folder: Path, settings: Sequence[str], chance: random.Random, mark: str, *, of_driver: bool, starting: bool) -> None:
+def kill_once(
+    folder: Path, settings: Sequence[str], chance: random.Random, mark: str, first: Callable[[], object], *, of_driver: bool, starting: bool
+) -> None:
     (folder / "said.txt").unlink(missing_ok=True)
-    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], WORKERS_OF_COMMANDS)
+    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], first)
     pids = eventually(lambda: found if len(found := workers_of(process.pid)) == 2 else None, process)
     assert pids, (folder / "said.txt").read_text()
     for _ in range(0 if starting else chance.randint(2, 4)):
         assert process.stdout.readline()
-    time.sleep(chance.uniform(0, 0.5 if not starting else 5.0 if WORKERS_OF_COMMANDS is runs.nothing else 1.5))
+    time.sleep(chance.uniform(0, 0.5 if not starting else 5.0 if first is runs.nothing else 1.5))
     rank = chance.randrange(2)
     os.kill(process.pid if of_driver else pids[rank], signal.SIGKILL)
     if of_driver:
@@ -808,7 +816,7 @@ def test_kills_of_workers_of_a_run_that_restarts_by_itself(
 ) -> None:
     """PPO on four workers that share out all parameters. A worker that is killed is named, and the run resumes by itself; after a kill of
     the driver, and where a step fails twice in a row, the same command does."""
-    chance, kills = chance_and_kills()
+    chance, kills = random_moments(), 20
     settings = (
         *PPO, *SHARDS["full"], *QUIET, "cluster.workers=4", f"cluster.restarts={kills}", f"run.steps={4 * kills}", "run.save_every=2",
         "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2",

@@ -203,9 +203,10 @@ def test_a_wait_interrupted_among_items_cancels_the_call(pool: Processes) -> Non
 
 
 def test_workers_that_wait_for_one_another_are_not_stopped_one_by_one(pool: Processes) -> None:
-    counting = pool.start("count", [(100,)] * SIZE, what="counting", together=True)
+    counting = pool.start("count", [(100, True)] * SIZE, what="counting", together=True)
     counting.items().__next__()
-    counting.cancel()
+    counting.cancel()  # before it can have ended, for the gate is shut
+    pool.start("open_gate", [()] * SIZE, what="aside", aside=True).results()
     assert [log[-1] for log in call(pool, "read_log")] == ["count ended at 99"] * SIZE
     with pytest.raises(RuntimeError, match="counting has no results"):
         counting.results()

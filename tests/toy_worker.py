@@ -45,10 +45,13 @@ class ToyWorker:
     def is_writable(self, array: np.ndarray) -> bool:
         return array.flags.writeable
 
-    def count(self, to: int) -> Generator[int, None, int]:
+    def count(self, to: int, through_gate: bool = False) -> Generator[int, None, int]:
+        """`through_gate`: after the first number it waits for the gate."""
         try:
             for number in range(to):
                 yield number
+                if through_gate and number == 0:
+                    self.wait_for_gate()
         finally:
             self.log.append(f"count ended at {number}")
         return self.order
