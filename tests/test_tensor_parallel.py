@@ -199,10 +199,16 @@ class TensorWorker:
     def sum_shared(self, case: Case) -> dict[str, np.ndarray]:
         """The gradients after those of shared numbers were summed."""
         made = self.split(case)
-        gradients = {name: torch.from_numpy(gradient) for name, gradient in learn(made.model, case).gradients.items()}
-        made.sum_shared(gradients)
-        square = sum(float(part.square().sum()) for name, gradient in gradients.items() for part in made.counted(name, gradient))
-        return {**{name: gradient.numpy() for name, gradient in gradients.items()}, "square": np.array(square)}
+        found = {name: torch.from_numpy(gradient) for name, gradient in learn(made.model, case).gradients.items()}
+        gradients = {name: gradient.reshape(-1) for name, gradient in found.items()}
+        # In two parts, as where workers share out the numbers of a part.
+        halves = [slice(0, 7), slice(7, None)]
+        for half in halves:
+            made.sum_shared({name: own[half] for name, own in gradients.items()}, dict.fromkeys(gradients, half))
+        square = sum(
+            float(made.norm({name: own[half] for name, own in gradients.items()}, dict.fromkeys(gradients, half))) ** 2 for half in halves
+        )
+        return {**{name: own.view(found[name].shape).numpy() for name, own in gradients.items()}, "square": np.array(square)}
 
     def parts(self, case: Case) -> dict[str, Any]:
         """This member's parameters, and what passes show of it."""

@@ -7,7 +7,9 @@ its section says; members that hold the same ones are neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
@@ -71,9 +73,32 @@ class Cut:
             start += section.length
         return found
 
+    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a member's part of a tensor."""
+        own = sum(map(len, self.parts(rank)))
+        return (*whole[: self.dim], own, *whole[self.dim + 1 :])
+
     def at(self, dim: int) -> Cut:
         """The same cut along another dimension."""
         return Cut(dim, self.sections)
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A tensor that members hold in parts."""
+
+    cut: Cut
+    shape: tuple[int, ...]  # of the whole
+    size: int  # members
+
+    def to_json(self) -> dict[str, Any]:
+        sections = [[section.length, section.each, section.copies] for section in self.cut.sections]
+        return {"dim": self.cut.dim, "sections": sections, "shape": list(self.shape), "size": self.size}
+
+    @staticmethod
+    def from_json(given: Mapping[str, Any]) -> CutTensor:
+        cut = Cut(given["dim"], tuple(Section(*section) for section in given["sections"]))
+        return CutTensor(cut, tuple(given["shape"]), given["size"])
 
 
 def even(length: int, size: int, unit: int = 1) -> Section:

@@ -9,7 +9,7 @@ to `Ranks.moved`. All workers of a group must make the same passes at the same t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,11 @@ import torch.distributed as dist
 from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
 
 
-def make_groups(ranks: Ranks, sizes: Collection[int]) -> dict[int, SequenceGroup]:
+def make_groups(ranks: Ranks, sizes: Collection[int], step: int = 1) -> dict[int, SequenceGroup]:
     """For each size above 1 the group of this worker: neighbours, which are on one machine where a machine's workers are a multiple of the
-    size. All workers of `ranks` must call it with the same sizes."""
-    found = {}
-    for size in sorted({*sizes} - {1}):
-        first = ranks.before + ranks.rank // size * size
-        group = dist.new_group(list(range(first, first + size)), timeout=ranks.deadline, use_local_synchronization=True)
-        found[size] = SequenceGroup(replace(ranks, rank=ranks.rank % size, size=size, group=group))
-    return found
+    size; or `step` places apart, where so many neighbours each hold a part of the model. All workers of `ranks` must call it with the same
+    sizes."""
+    return {size: SequenceGroup(ranks.line(size, step)) for size in sorted({*sizes} - {1})}
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,11 @@ must make the same passes.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -33,13 +36,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fulltilt.kernels.token_logprobs import VocabularyPart
+from fulltilt.model.attention import LayerShape
 from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.cuts import Section, vocabulary_rows
+from fulltilt.parallel.cuts import CutTensor, Section, vocabulary_rows
 from fulltilt.parallel.layout import EXCHANGE_BYTES
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
-from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
+from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, join, parallel_blocks, slice_table
 
 # ---- tokens between members ------------------------------------------------------------------------------------------------------------
 
@@ -126,57 +130,107 @@ class TensorSplit:
     model: torch.nn.Module
     table: SliceTable
     exchange: TokenExchange
+    whole: Mapping[str, tuple[int, ...]]  # the shapes of the whole parameters
 
     @property
     def ranks(self) -> Ranks:
         return self.exchange.ranks
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this member's parts."""
+        return {name: self.table.cuts[name].shape(shape, self.ranks.rank) for name, shape in self.whole.items()}
+
     @torch.no_grad()
-    def sum_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Make gradients whole, in place, of numbers that several members hold. All members give those of the same parameters."""
+    def sum_shared(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> None:
+        """Make gradients whole, in place, of numbers that several members hold. `gradients`: flat, those of `own`, a range of the numbers
+        of this member's part of each parameter, or all. All members give the same ranges of the same parameters."""
         pending: list[tuple[torch.Tensor, int]] = []
         filled = 0
-        for given, length, place in self._shared_pieces(gradients):
-            limit = EXCHANGE_BYTES // given.element_size()
+        for given, copies in self._stretches(gradients, own):
+            if copies == 1:
+                continue
+            number, limit = len(given), EXCHANGE_BYTES // given.element_size()
+            length = number * (self.ranks.size // copies)  # of all members' stretches
             if pending and (filled + length > limit or given.dtype != pending[0][0].dtype):
                 self._sum(pending, filled)
                 pending, filled = [], 0
-            pending.append((given, filled + place))
+            pending.append((given, filled + number * (self.ranks.rank // copies)))
             filled += length
         if pending:
             self._sum(pending, filled)
 
-    def counted(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The stretches of a parameter's tensor that this member counts in a norm over all members, which counts every number once."""
-        cut, rank = self.table.cuts[name], self.ranks.rank
-        stretches = tensor.split([len(part) for part in cut.parts(rank)], cut.dim)
-        return [own for section, own in zip(cut.sections, stretches, strict=True) if rank % section.copies == 0]
+    def norm(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> torch.Tensor:
+        """This member's part of a norm over all members, which counts every number once, however many members hold it."""
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for given, copies in self._stretches(gradients, own):
+            by_copies.setdefault(copies, []).append(given)
+        found = [torch.nn.utils.get_total_norm(each).double().square() / copies for copies, each in by_copies.items()]
+        return sum(found, torch.zeros((), dtype=torch.float64, device=found[0].device if found else None)).sqrt()
 
-    def _shared_pieces(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """This member's stretches of shared sections; how many numbers all members' stretches are together, and where this one begins."""
-        for name, gradient in gradients.items():
-            cut = self.table.cuts[name]
-            stretches = gradient.split([len(part) for part in cut.parts(self.ranks.rank)], cut.dim)
-            for section, own in zip(cut.sections, stretches, strict=True):
-                if section.copies > 1:
-                    number = own.numel()
-                    yield own, number * (self.ranks.size // section.copies), number * (self.ranks.rank // section.copies)
+    def _stretches(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None) -> Iterator[tuple[torch.Tensor, int]]:
+        """The numbers of each section of each parameter, flat, and how many members hold the same."""
+        for name, given in gradients.items():
+            begin, first = 0, own[name].start if own else 0
+            for end, copies in self.sections(name):
+                start, stop = (min(len(given), max(0, place - first)) for place in (begin, end))
+                if start < stop:
+                    yield given[start:stop], copies
+                begin = end
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every member holds all of a parameter."""
+        return self.shapes[name] == self.whole[name]
+
+    def cut(self, name: str) -> CutTensor:
+        return CutTensor(self.table.cuts[name], self.whole[name], self.ranks.size)
+
+    def sections(self, name: str) -> list[tuple[int, int]]:
+        """Of each section of this member's part of a parameter, where it ends in the flat numbers, and how many members hold the same."""
+        cut, shape = self.table.cuts[name], self.shapes[name]
+        if not cut.shared:
+            return [(math.prod(shape), 1)]
+        assert cut.dim == 0, f"{name}: only rows are held by several members"
+        ends = itertools.accumulate(len(part) for part in cut.parts(self.ranks.rank))
+        return [(end * math.prod(shape[1:]), section.copies) for end, section in zip(ends, cut.sections, strict=True)]
 
     def _sum(self, pieces: Sequence[tuple[torch.Tensor, int]], length: int) -> None:
         sample = pieces[0][0]
         memory = torch.zeros(length, dtype=sample.dtype, device=sample.device)
         for own, place in pieces:
-            memory[place : place + own.numel()] = own.reshape(-1)
+            memory[place : place + len(own)] = own
         self.ranks.sum(memory)
         for own, place in pieces:
-            own.copy_(memory[place : place + own.numel()].view(own.shape))
+            own.copy_(memory[place : place + len(own)])
+
+
+@torch.no_grad()
+def join_on_first(split: TensorSplit, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Whole parameters in main memory on the first member, from the parts of all; None on the others. All must call it with the parts of
+    the same parameters."""
+    ranks, found = split.ranks, dict[str, torch.Tensor]()
+    for name, own in parts.items():
+        if split.is_whole(name):
+            found |= {name: own.cpu()} if ranks.rank == 0 else {}
+            continue
+        cut = split.table.cuts[name]
+        shapes = [cut.shape(split.whole[name], rank) for rank in range(ranks.size)]
+        counts = [math.prod(shape) for shape in shapes]
+        memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=own.device)
+        ranks.own(memory)[: own.numel()] = own.reshape(-1)
+        ranks.gather(memory)
+        if ranks.rank == 0:
+            rows = zip(memory.view(ranks.size, -1), counts, shapes, strict=True)
+            found[name] = join(cut, [row[:count].view(shape) for row, count, shape in rows]).cpu()
+    return found if ranks.rank == 0 else None
 
 
 @torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
     """Divide a whole model among the members of a group. Call it before layers are fused or recomputed and before the optimizer is made."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
-    found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks), shapes)
     divide_vocabulary(model, found)
     for block in parallel_blocks(model):
         if hasattr(block, "o_proj"):
@@ -207,7 +261,7 @@ def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None
 
 def tell_heads(block: Any, size: int) -> None:
     """Give an attention layer the number of its own heads. Most take it from their weights."""
-    heads, key_heads = (max(1, count // size) for count in head_counts(block))
+    heads, key_heads = (heads_of_member(count, size) for count in head_counts(block))
     own = {"num_heads": heads, "num_key_value_heads": key_heads, "num_key_value_groups": heads // key_heads}
     for name, number in own.items():
         if hasattr(block, name):
@@ -215,6 +269,16 @@ def tell_heads(block: Any, size: int) -> None:
     if hasattr(block, "qkv_proj"):
         block.config = copy.copy(block.config)
         block.config.num_attention_heads, block.config.num_key_value_heads = heads, key_heads
+
+
+def heads_of_member(heads: int, size: int) -> int:
+    """Heads that each member has; where there are fewer than members, several members have the same one."""
+    return max(1, heads // size)
+
+
+def member_layers(layers: Mapping[int, LayerShape], size: int) -> dict[int, LayerShape]:
+    """The shapes of what a member caches, from those of the whole model: its own key heads."""
+    return {index: replace(shape, key_heads=heads_of_member(shape.key_heads, size)) for index, shape in layers.items()}
 
 
 def leave_out_biases(block: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,8 +24,17 @@ from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.exchange import copy_all, flat, length_of
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import lay_out, move_into
+from fulltilt.parallel.tensor import TensorSplit
 
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A model of which this worker has a part (parallel/tensor.py). What else workers share out, those with the same part do."""
+
+    split: TensorSplit
+    everyone: Ranks  # the workers with all parts
 
 
 class Held(Protocol):
@@ -52,8 +62,8 @@ class Held(Protocol):
         """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter without a gradient on any worker
         is left out, unless it has an accumulator."""
 
-    def norm(self, own: torch.Tensor) -> float:
-        """The norm of all gradients, from that of this worker's: the same bits on every worker, or they would drift apart."""
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """The norm of all gradients, from those of this worker's numbers: the same bits on every worker, or they would drift apart."""
 
     def changed(self) -> None:
         """The numbers have been updated: let all workers compute with them."""
@@ -64,8 +74,8 @@ class WholeParameters:
     own: Mapping[str, slice]
     gradients: dict[torch.dtype, torch.Tensor]
 
-    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks) -> None:
-        self.parameters, self.ranks = parameters, ranks
+    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks, divided: Divided | None = None) -> None:
+        self.parameters, self.ranks, self.divided = parameters, ranks, divided
         self.layouts = lay_out(parameters, ranks.size)
         self.memories: list[torch.Tensor] = []
         if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
@@ -111,6 +121,8 @@ class WholeParameters:
     def reduced(self) -> dict[str, torch.Tensor]:
         found = {name: p.main_grad if is_low(p) else p.grad for name, p in self.parameters.items()}  # type: ignore[attr-defined]
         flats = {name: flat(like_parameter(gradient, self.parameters[name])) for name, gradient in found.items() if gradient is not None}
+        if self.divided:
+            self.divided.split.sum_shared(flats)
         if self.ranks.alone:
             return flats
         given = torch.tensor([name in flats for name in self.parameters], dtype=torch.float32, device=device_of(self.parameters))
@@ -130,8 +142,10 @@ class WholeParameters:
             if name in wanted and length_of(own := self.own[name])
         }
 
-    def norm(self, own: torch.Tensor) -> float:
-        return self.ranks.norm(own)
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        if self.divided:
+            return self.divided.everyone.norm(self.divided.split.norm(gradients, self.own))
+        return self.ranks.norm(norm_of(gradients, self.parameters))
 
     def changed(self) -> None:
         for memory in self.memories:
@@ -142,8 +156,9 @@ class ParameterShards:
     own: Mapping[str, slice]
     gradients: dict[torch.dtype, torch.Tensor]  # none: each parameter has its own gradient
 
-    def __init__(self, parameters: Parameters, shards: Shards) -> None:
+    def __init__(self, parameters: Parameters, shards: Shards, divided: Divided | None = None) -> None:
         self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
+        self.divided = divided
         self.gradients, layout = {}, shards.layout(list(parameters))
         self.own = {name: layout.own(name, self.ranks.rank) for name in parameters}
         self._numbers = {name: numbers for name, numbers in shards.own().items() if name in parameters}
@@ -166,15 +181,25 @@ class ParameterShards:
 
     def reduced(self) -> dict[str, torch.Tensor]:
         given = {name: local(p.grad).view(-1) for name, p in self.parameters.items() if p.grad is not None}
-        return {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+        found = {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+        if self.divided:
+            self.divided.split.sum_shared(found, self.own)
+        return found
 
-    def norm(self, own: torch.Tensor) -> float:
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """One sum over all groups, which have the same gradients: each group's own sum could add up in another order."""
-        everyone = self.shards.sharing.everyone
-        return everyone.norm(own * math.sqrt(self.ranks.size / everyone.size))
+        sharing = self.shards.sharing
+        everyone = self.divided.everyone if self.divided else sharing.everyone
+        own = self.divided.split.norm(gradients, self.own) if self.divided else norm_of(gradients, self.parameters)
+        return everyone.norm(own * math.sqrt(self.ranks.size / sharing.everyone.size))
 
     def changed(self) -> None:
         self.shards.version += 1
+
+
+def norm_of(gradients: Mapping[str, torch.Tensor], parameters: Parameters) -> torch.Tensor:
+    given = list(gradients.values())
+    return torch.nn.utils.get_total_norm(given) if given else torch.zeros((), device=device_of(parameters))
 
 
 def device_of(parameters: Parameters) -> torch.device:
