@@ -5,6 +5,7 @@ The four processes of the pool of workers serve all (tests/devices.py): groups o
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import threading
@@ -186,7 +187,8 @@ class TensorWorker:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
-        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+        alone = [dist.new_group([each]) for each in range(size)]
+        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2], 1: alone[rank]}
 
     def split(self, case: Case) -> TensorSplit:
         found = split(build(case), Ranks(self.rank % case.size, case.size, self.groups[case.size]))
@@ -357,19 +359,25 @@ LOGITS = [LogitShape(), LogitShape(scale=0.4), LogitShape(scale=2.0, cap=1.5)]
 
 
 class Threads:
-    """Members of a group in threads of this process, with sums and maxima over all of them."""
+    """Members of a group in threads of this process, with sums, maxima and tensors of all of them."""
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
 
     def part(self, rank: int, start: int) -> VocabularyPart:
-        def over_all(reduce: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+        def stack(tensor: torch.Tensor) -> torch.Tensor:
             self.given[rank] = tensor.detach().clone()
             self.barrier.wait()
-            tensor.copy_(reduce(torch.stack(self.given)))
+            found = torch.stack(self.given)
             self.barrier.wait()
+            return found
 
-        return VocabularyPart(start, VOCABULARY, partial(over_all, lambda all_: all_.sum(0)), partial(over_all, lambda all_: all_.amax(0)))
+        def over_all(reduce: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+            tensor.copy_(reduce(stack(tensor)))
+
+        most, total = partial(over_all, lambda all_: all_.amax(0)), partial(over_all, lambda all_: all_.sum(0))
+        each, apart = BOUNDS[1], partial(contextlib.nullcontext, lambda: None)
+        return VocabularyPart(start, VOCABULARY, each, sum=total, most=most, gather=stack, counted_apart=apart)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.size) as pool:

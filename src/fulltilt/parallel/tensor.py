@@ -18,15 +18,20 @@ must make the same passes.
     last norm      all-gather                           reduce-scatter
     head           own part of the vocabulary, sums     own part of the vocabulary
     score          own tokens, all-gather               own tokens
+
+The native engine generates on such a model: each member runs the engine in its own process on the same prompts, with a KV cache of its own
+key heads (`member_layers`). Logits are gathered from all members, so all sample from the same numbers and draw the same tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MethodType
 from typing import Any
@@ -42,7 +47,7 @@ from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import CutTensor, Section, vocabulary_rows
 from fulltilt.parallel.layout import EXCHANGE_BYTES
-from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
 from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, join, parallel_blocks, slice_table
 
 # ---- tokens between members ------------------------------------------------------------------------------------------------------------
@@ -54,6 +59,10 @@ class TokenExchange:
 
     ranks: Ranks
     tokens: int = 0  # T of the pass that is running
+    moved: Counter[str] = field(init=False)  # where bytes of collectives are counted
+
+    def __post_init__(self) -> None:
+        self.moved = self.ranks.moved
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """All members' tokens; they go on to compute parts of what follows, whose gradients are summed."""
@@ -70,21 +79,38 @@ class TokenExchange:
     def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
         rows = own.reshape(-1, own.shape[-1]).contiguous()
         found = rows.new_empty(len(rows) * self.ranks.size, rows.shape[1])
-        self.ranks.moved["all-gather"] += found.nbytes
+        self.moved["all-gather"] += found.nbytes
         gather_into(found, rows, group=self.ranks.group)
         return found[:tokens].view(*own.shape[:-2], tokens, -1)
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         rows = self.padded(parts)
         found = rows.new_empty(len(rows) // self.ranks.size, rows.shape[1])
-        self.ranks.moved["reduce-scatter"] += rows.nbytes
+        self.moved["reduce-scatter"] += rows.nbytes
         reduce_into(found, rows, group=self.ranks.group)
         return found.view(*parts.shape[:-2], len(found), -1)
 
     def most(self, tensor: torch.Tensor) -> None:
         """The largest number of all members, in place."""
-        self.ranks.moved["all-reduce"] += tensor.nbytes
+        self.moved["all-reduce"] += tensor.nbytes
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+
+    def stack(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
+        found = own.new_empty(self.ranks.size, *own.shape)
+        self.moved["all-gather"] += found.nbytes
+        gather_into(found.view(-1), own.detach().reshape(-1), group=self.ranks.group)
+        return found
+
+    @contextlib.contextmanager
+    def counted_apart(self) -> Iterator[Callable[[], None]]:
+        """Leave collectives out of `Ranks.moved`, and yield a function that adds them to it: they are part of a CUDA graph, which is
+        captured once and runs many times."""
+        apart = self.moved = no_bytes()
+        try:
+            yield lambda: self.ranks.moved.update(apart)
+        finally:
+            self.moved = self.ranks.moved
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This member's tokens of all."""
@@ -227,7 +253,8 @@ def join_on_first(split: TensorSplit, parts: Mapping[str, torch.Tensor]) -> dict
 
 @torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
-    """Divide a whole model among the members of a group. Call it before layers are fused or recomputed and before the optimizer is made."""
+    """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
+    optimizer is made."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks), shapes)
@@ -335,7 +362,11 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     first.forward = MethodType(embed_own(exchange, rows[0]), first)
     body.register_forward_hook(gather_output(exchange))
     # Functions, not methods: a copy of the model uses the same group.
-    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), lambda own: ranks.sum(own), lambda own: exchange.most(own))
+    vocabulary = len(embeddings[-1].weight)
+    part = VocabularyPart(
+        rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: ranks.sum(own),
+        most=lambda own: exchange.most(own), gather=lambda own: exchange.stack(own), counted_apart=lambda: exchange.counted_apart(),
+    )  # fmt: skip
     for each in (model, body):
         setattr(each, VOCABULARY_PART, part)
     if isinstance(model, ScalarModel):
