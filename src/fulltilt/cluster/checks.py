@@ -276,7 +276,8 @@ def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[
         yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
     said = set[str]()
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        whose = f"the {many(own, 'worker')} that have the {role}'s role" if config.cluster.roles else f"the run's {many(own, 'worker')}"
+        has = "has" if own == 1 else "have"
+        whose = f"the {many(own, 'worker')} that {has} the {role}'s role" if config.cluster.roles else f"the run's {many(own, 'worker')}"
         legal = [str(each) for each in legal_sizes(shape) if own % each == 0]
         if own % size:
             text = f"{key}: {size} does not divide {whose}. Use {either(legal)}"
