@@ -71,7 +71,7 @@ class Case:
     together: bool = False  # one backward pass for all micro-batches
 
     def __str__(self) -> str:
-        plain = Case(self.family, self.size)
+        plain = type(self)(self.family, self.size)
         odd = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
         return " ".join([self.family, str(self.size), *odd])
 
@@ -161,9 +161,9 @@ class Found:
     gradients: dict[str, np.ndarray]
 
 
-def learn(model: Any, case: Case) -> Found:
+def learn(model: Any, case: Case, micro_batches: Sequence[MicroBatch] = MICRO_BATCHES) -> Found:
     numbers, losses = [], []
-    for micro in MICRO_BATCHES:
+    for micro in micro_batches:
         if case.role == "critic":
             results = [Critic("critic", model).run(micro)]
         else:

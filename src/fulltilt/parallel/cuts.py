@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a model's tensors: arithmetic alone, without torch.
+"""How tensor and expert parallelism cut a model's tensors: arithmetic alone, without torch.
 
 Enters: a model's sizes and the number of members that share it. Leaves: which sizes are legal, and why another one is not; for a tensor,
 which of its rows or columns each member holds (`Cut`). Guaranteed: every row or column is held by at least one member, and by as many as
@@ -143,3 +143,26 @@ def require_legal(shape: Shape, size: int, key: str) -> None:
     """`key`: the setting that gives the size."""
     if (reason := why_not(shape, size)) is not None:
         raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_sizes(shape), 32)}")
+
+
+def why_not_experts(shape: Shape, size: int) -> str | None:
+    """Why a model's experts cannot be divided among so many workers; None: they can."""
+    counts = expert_counts(shape)
+    if size > 1 and not counts:
+        return "the model has no experts"
+    return next((f"the model has {count} experts in a layer" for count in counts if count % size), None)
+
+
+def legal_expert_sizes(shape: Shape) -> list[int]:
+    return [size for size in range(1, min(expert_counts(shape), default=1) + 1) if why_not_experts(shape, size) is None]
+
+
+def require_legal_experts(shape: Shape, size: int, key: str) -> None:
+    """`key`: the setting that gives the size."""
+    if (reason := why_not_experts(shape, size)) is not None:
+        raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_expert_sizes(shape), 32)}")
+
+
+def expert_counts(shape: Shape) -> list[int]:
+    """The different numbers of experts that layers of the model have."""
+    return sorted({layer.experts.count for layer in shape.layers if layer.experts})

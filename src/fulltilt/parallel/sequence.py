@@ -84,17 +84,17 @@ class Exchanged(torch.autograd.Function):
         return exchange(of_parts, ctx.ranks), None
 
 
-def exchange(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Sequence[int]] | None = None) -> torch.Tensor:
+    """Place i [size, ...] goes to worker i, and place i of the result is from worker i. With `counts`, it is not one place for each worker
+    but so many rows: the numbers that go to each, and those that come from each."""
     parts = parts.contiguous()
     ranks.moved["all-to-all"] += parts.nbytes
-    if parts.is_cuda and dist.get_backend(ranks.group) == "gloo":  # workers that share a GPU: gloo exchanges main memory only
-        on_host = parts.cpu()
-        found = torch.empty_like(on_host)
-        dist.all_to_all_single(found, on_host, group=ranks.group)
-        return found.to(parts.device)
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=ranks.group)
-    return found
+    sent, received = counts or (None, None)
+    # Workers that share a GPU: gloo exchanges main memory only.
+    given = parts.cpu() if parts.is_cuda and dist.get_backend(ranks.group) == "gloo" else parts
+    found = torch.empty_like(given) if received is None else given.new_empty(sum(received), *given.shape[1:])
+    dist.all_to_all_single(found, given, received, sent, group=ranks.group)
+    return found.to(parts.device)
 
 
 class Gathered(torch.autograd.Function):

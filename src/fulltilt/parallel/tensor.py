@@ -272,13 +272,16 @@ def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
 
 
 def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None:
-    """Replace every parameter by this member's part. A tied one stays tied."""
+    """Replace every parameter of which this member has a part only. A tied one stays tied."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for leaf, whole in list(module.named_parameters(recurse=False)):
+            own = table.local_slice(f"{prefix}.{leaf}", whole.detach(), rank)
+            if own.shape == whole.shape:
+                continue
             if whole not in made:
-                own = table.local_slice(f"{prefix}.{leaf}", whole.detach(), rank).clone(memory_format=torch.contiguous_format)
-                made[whole] = torch.nn.Parameter(own, requires_grad=whole.requires_grad)
+                copied = own.clone(memory_format=torch.contiguous_format)  # the whole one is not kept in memory
+                made[whole] = torch.nn.Parameter(copied, requires_grad=whole.requires_grad)
             setattr(module, leaf, made[whole])
         if isinstance(module, torch.nn.Linear):
             module.out_features, module.in_features = module.weight.shape
