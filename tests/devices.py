@@ -118,13 +118,11 @@ class Notes:
 
     def parts(self) -> Parts:
         """Which part of each role's model this worker has."""
-        roles: dict[str, Any] = dict(self.worker.roles)
-        cuts = {
-            role: {name: divided.split.cut(name) for name in divided.split.whole}
-            for role, trainer in self.worker.trainers.items()
-            if (divided := trainer.optimizer._divided)
-        }
-        return Parts(max((role.tensor.rank for role in roles.values()), default=0), cuts)
+        found: dict[str, Any] = {role: own for role, each in self.worker.trainers.items() if (own := each.optimizer._divided)}
+        cuts = {role: {name: own.part.cut(name) for name in own.part.whole} for role, own in found.items()}
+        ranks = {own.part.ranks.rank for own in found.values()} or {self.worker.actor.tensor.rank if "actor" in self.worker.roles else 0}
+        (rank,) = ranks
+        return Parts(rank, cuts, apart=any(own.replicas for own in found.values()))
 
     def sampled_from(self) -> Whole | None:
         """The whole actor that a rollout engine has beside the shards; None where there is none with the latest weights."""
@@ -176,6 +174,7 @@ class Parts:
 
     rank: int
     cuts: dict[str, dict[str, CutTensor]]  # by role
+    apart: bool = False  # whether only some parameters are in parts, and all workers share out the others
 
     def joined(self, role: str, parts: Sequence[Whole]) -> Whole:
         """The whole of what the members have parts of, flat."""
@@ -510,7 +509,10 @@ class Pool:
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
         names = ["".join(names[rank - own.rank : rank - own.rank + size]) for rank, own in enumerate(parts) for size in [own_size(own)]]
         restored, states, skipped, moved, engines = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
-        sampled = [each and own.undivided("actor", engines, rank) for rank, (own, each) in enumerate(zip(parts, engines, strict=True))]
+        sampled = [
+            own.undivided("actor", engines, rank) if each and not own.apart else each
+            for rank, (own, each) in enumerate(zip(parts, engines, strict=True))
+        ]
         return Noted(restored, states, skipped, moved, sampled, groups, begin, end, names, gradients)
 
     def held(self, workers: int) -> list[dict[str, int]]:
@@ -549,9 +551,12 @@ def own_size(own: Parts) -> int:
 
 def gathered(role: str, pieces: Sequence[Pieces], copies: int, parts: Sequence[Parts]) -> Whole:
     """What all workers of a role have together: pieces of the whole, or of their part of it."""
-    size = own_size(parts[0])
-    each = [joined([own for own, part in zip(pieces, parts, strict=True) if part.rank == rank], copies) for rank in range(size)]
-    return parts[0].undivided(role, each, 0)
+    size, cuts = own_size(parts[0]), parts[0].cuts.get(role, {})
+    common = {name for name, cut in cuts.items() if parts[0].apart and cut.cut.shape(cut.shape, 0) == cut.shape}
+    of_all = joined([{name: each for name, each in own.items() if name in common} for own in pieces], copies)
+    others = [{name: each for name, each in own.items() if name not in common} for own in pieces]
+    each = [joined([own for own, part in zip(others, parts, strict=True) if part.rank == rank], copies) for rank in range(size)]
+    return {**of_all, **parts[0].undivided(role, each, 0)}
 
 
 def joined(pieces: Sequence[Pieces], copies: int = 1) -> Whole:

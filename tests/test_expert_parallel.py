@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import devices
@@ -25,7 +25,7 @@ from fulltilt.model import experts
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.parallel.cuts import Cut, even, legal_expert_sizes, require_legal_experts, why_not_experts
-from fulltilt.parallel.experts import ExpertSplit, expert_table, make_expert_groups, split_experts
+from fulltilt.parallel.experts import ExpertSplit, expert_table, split_experts
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import MicroBatch, UserError
 from fulltilt.shape import SHAPES, Shape
@@ -91,7 +91,8 @@ class ExpertWorker:
 
     def groups(self, workers: int, size: int) -> tuple[Ranks, Ranks]:
         if (workers, size) not in self.made:
-            self.made[workers, size] = make_expert_groups(self.all[workers], size)
+            own = self.all[workers]
+            self.made[workers, size] = own.line(size), own.line(workers // size, size)
         return self.made[workers, size]
 
     def split(self, case: ExpertCase) -> ExpertSplit:
@@ -99,7 +100,7 @@ class ExpertWorker:
         members.moved.clear()
         made = split_experts(build(case), members)
         finish_experts(made.model, case)
-        return ExpertSplit(copy.deepcopy(made.model), made.table, made.exchange) if case.copied else made
+        return replace(made, model=copy.deepcopy(made.model)) if case.copied else made
 
     def learn(self, case: ExpertCase) -> Found:
         """With gradients summed over the workers that each of them is to be summed over."""

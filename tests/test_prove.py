@@ -50,7 +50,10 @@ OF_TRAIN = {
     "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
-    **{key: {"sft"} for key in ("balance", "tensor_parallel", "shard", "shard_size", "reshard_after_forward", "forward_prefetch")},
+    **{
+        key: {"sft"}
+        for key in ("balance", "tensor_parallel", "expert_parallel", "shard", "shard_size", "reshard_after_forward", "forward_prefetch")
+    },
 }
 
 

@@ -76,7 +76,8 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *own, absolute=1e-7 if rounds else 1e-9)
     largest = assert_same_gradients(noted, expected, 1e-6 if rounds else TOLERANCE)
     print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
-    assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+    # A first step of Adam is as long for a small gradient as for a large one, and so is what it makes of a rounding.
+    assert differ(noted.parameters[0], expected.parameters[0]) < (1e-5 if rounds else 1e-6)
 
 
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {

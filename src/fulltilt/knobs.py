@@ -102,7 +102,7 @@ _PLANNED = (
     *_sharded("tensor_parallel", "tensor_model_parallel_size", "that of train.tensor_parallel", ["ref"]),
     *_sharded("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
     *_sharded("context_parallel", "context_parallel_size", "1 below 8k tokens"),
-    *_sharded("expert_parallel", "expert_model_parallel_size", "before expert-tensor"),
+    *_sharded("expert_parallel", "expert_model_parallel_size", "that of train.expert_parallel", ["ref"]),
     *_sharded("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
     *_sharded("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
 )

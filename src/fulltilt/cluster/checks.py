@@ -32,7 +32,7 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.parallel.cuts import legal_sizes
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, why_not_experts
 from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.parallel.layout import sequence_sizes
 from fulltilt.plan import (
@@ -204,6 +204,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
         *wrong_tensor(config, algorithm, device),
+        *wrong_experts(config, algorithm, device),
         *wrong_sequence(config, algorithm, device),
         *among_own_checkpoints(config),
     ]
@@ -289,6 +290,28 @@ def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[
         if text.replace(role, "") not in said:
             said.add(text.replace(role, ""))
             yield text
+
+
+def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """What does not go with experts that are divided among workers."""
+    key, size = "train.expert_parallel", config.train.expert_parallel
+    if size == 1:
+        return
+    if config.train.tensor_parallel > 1:
+        yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
+    if shares_parameters(config):
+        yield f'{key}: {size} goes with train.shard = "optimizer", and it is "{config.train.shard}". Remove one of the keys'
+    for role, shape, own in shapes_of_roles(config, algorithm, device):
+        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0]
+        if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
+            of_role = "" if role == "actor" else f" of the {role}"
+            yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
+        elif own % size:
+            whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
+            yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
+        else:
+            continue
+        return  # the same is wrong for roles whose sizes come from the same key
 
 
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:

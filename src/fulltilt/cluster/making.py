@@ -21,7 +21,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import ModelDivider, ModelSharer, SharedModels
+from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
@@ -35,9 +35,10 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
+from fulltilt.parallel.parts import ModelPart, PartTwin
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
-from fulltilt.parallel.tensor import TensorSplit, member_layers
+from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.base import RewardPool
@@ -93,13 +94,15 @@ def load_worker(
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    grid = Grid.of(ranks, tensor_size(order, ranks.size))
+    grid = Grid.of(ranks, tensor_size(order, ranks.size), order.config.train.expert_parallel if order.roles else 1)
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
-    shared, how = SharedModels(adapters_alone=adapters_alone, tells=grid.data.rank == 0), dict[str, Any]()
+    shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
     if grid.tensor.size > 1:
         how["divide"] = ModelDivider(shared, grid.tensor).divide
+    if grid.replicas:
+        how["loaded"] = ExpertDivider(shared, grid.experts, order.sampled).divide
     if shares_out(config, order.roles, grid.data):
         sharer = ModelSharer.of(shared, config, grid.data, device, learners_of(order.roles), sampled=order.sampled)
         how |= {"loaded": sharer.share_out, "order": order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)}
@@ -171,7 +174,8 @@ def make_worker(
     groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles}, grid.tensor.size)
     for name, own in made.roles.items():
         own.sequence, own.tensor = groups.get(settings[name].sequence_parallel, ONE), grid.tensor
-    notes = restore(resume, made.trainers, models, shared.splits.get("actor"), adapters=config.lora.rank > 0) if resume else ()
+        own.meets = bool(grid.replicas) and any(own.model is part.model for part in shared.parts.values())
+    notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     if shared.twin:
         shared.twin.sync()
     if device.type == "cuda" and made.trainers:
@@ -280,10 +284,10 @@ def make_optimizer(
     role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, grid: Grid,
     shared: SharedModels,
 ) -> Optimizer:  # fmt: skip
-    offload, split = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads), shared.splits.get(role)
+    offload, part = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads), shared.parts.get(role)
     return Optimizer(
         model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=grid.data, shards=shared.shards.get(role),
-        divided=Divided(split, grid.everyone) if split else None,
+        divided=Divided(part, grid.everyone, grid.replicas) if part else None,
     )  # fmt: skip
 
 
@@ -299,7 +303,7 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | None) -> Account:
+def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | PartTwin | None) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
     accumulators = [optimizer.accumulators for optimizer in optimizers]
     return Account(
@@ -323,9 +327,9 @@ def take_workspaces(trainer: Trainer) -> None:
 
 
 def restore(
-    resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, split: TensorSplit | None = None, *, adapters: bool
+    resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, part: ModelPart | None = None, *, adapters: bool
 ) -> tuple[str, ...]:
-    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks. `split`: this worker's
+    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks. `part`: this worker's
     part of the actor, where it is divided."""
     if not trainers and not adapters:
         return ()
@@ -335,7 +339,7 @@ def restore(
         if "actor" in trainers:
             trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
         elif "actor" in models.own:
-            restore_parameters(models.actor, of_actor, split)
+            restore_parameters(models.actor, of_actor, part)
         if "critic" not in trainers:
             return ()
         if state.get("critic") is None:

@@ -67,7 +67,7 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
     if not roles:
         return Sharding("optimizer", size, size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=size))
-    only = next((f"{key} is set" for key in unshared(config)), None)
+    only = "train.expert_parallel is set" if grid.replicas else next((f"{key} is set" for key in unshared(config)), None)
     if device.type == "cuda" and size > 1:
         try:
             known = known_roles(config, roles, device.type)

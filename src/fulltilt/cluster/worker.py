@@ -32,6 +32,7 @@ from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
+from fulltilt.parallel.parts import PartTwin
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -87,7 +88,7 @@ class WorkerFacts:
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
     together: int = 1  # workers that compute each layer together
-    gathers: bool = False  # passes gather parameters from other workers, which must make them at the same time
+    gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
 
 
@@ -208,7 +209,7 @@ class Worker:
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
-    twin: Twin | None = None  # the whole actor for the engine, where it is shared out
+    twin: Twin | PartTwin | None = None  # the whole actor for the engine, where it is shared out or its experts are divided
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
@@ -219,7 +220,12 @@ class Worker:
 
     def facts(self) -> WorkerFacts:
         parts = max((role.tensor.size for role in self.roles.values()), default=1)
-        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, parts, bool(self.shards), self.shelf is not None)
+        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, parts, self._waits, self.shelf is not None)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether passes wait for other workers, which must make them at the same time."""
+        return bool(self.shards) or any(role.meets for role in self.roles.values())
 
     @property
     def _may_queue(self) -> bool:
@@ -339,7 +345,7 @@ class Worker:
             self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
-    def _sync_twin(self, twin: Twin) -> None:
+    def _sync_twin(self, twin: Twin | PartTwin) -> None:
         if not twin.current:
             self.residents.need("actor")
             twin.sync()
@@ -396,9 +402,9 @@ class Worker:
         return [shards for shards in self.shards if shards.model is role.model]
 
     def _passes_of_all(self, role: Role, own: int) -> int:
-        """How many passes every worker makes where parameters are shared out, since each gathers them; 0 elsewhere. `own`: how many
-        micro-batches this worker has."""
-        return self.ranks.most(own, role.device) if self._shards_of(role) else 0
+        """How many passes every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
+        another's experts; 0 elsewhere. `own`: how many micro-batches this worker has."""
+        return self.ranks.most(own, role.device) if self._shards_of(role) or role.meets else 0
 
     def trace(self, role: str) -> PassTrace:
         """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the

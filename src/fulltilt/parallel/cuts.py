@@ -60,6 +60,11 @@ class Cut:
         return any(section.copies > 1 for section in self.sections)
 
     @property
+    def in_order(self) -> bool:
+        """Whether the parts of all members, one behind the other, are the whole tensor."""
+        return self.dim == 0 and len(self.sections) == 1 and self.sections[0].copies == 1 and self.length % self.sections[0].each == 0
+
+    @property
     def length(self) -> int:
         """The length of the whole tensor along the dimension that is cut."""
         return sum(section.length for section in self.sections)

@@ -24,59 +24,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fulltilt.model import lora
 from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.experts import SPLIT, Route, has_interface, projections, run_sorted, runs_here, weighted_sum
 from fulltilt.model.load import shape_of
 from fulltilt.parallel.cuts import Cut, even, require_legal_experts
+from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.parallel.sequence import exchange
 from fulltilt.parallel.slices import SliceTable
-from fulltilt.parallel.tensor import cut_parameters
 
 KEY = "train.expert_parallel"
 REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
 
 
-def make_expert_groups(ranks: Ranks, size: int) -> tuple[Ranks, Ranks]:
-    """This worker's group, which are neighbours, and the workers that have the same experts in other groups. All workers of `ranks` must
-    call it with the same size.
-
-        4 workers, size 2: groups 0 1 and 2 3; the same experts are on 0 2 and on 1 3
-    """
-    assert ranks.size % size == 0, f"{ranks.size} workers in groups of {size}"
-    place, first = ranks.rank % size, ranks.rank // size * size
-    return subgroup(ranks, range(first, first + size)), subgroup(ranks, range(place, ranks.size, size))
-
-
-def subgroup(ranks: Ranks, members: range) -> Ranks:
-    if len(members) == 1:
-        return replace(ranks, rank=0, size=1, group=None)
-    numbers = [ranks.before + member for member in members]
-    group = dist.new_group(numbers, timeout=ranks.deadline, use_local_synchronization=True)
-    return replace(ranks, rank=members.index(ranks.rank), size=len(members), group=group)
-
-
 # ---- splitting a model -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertSplit:
+@dataclass(eq=False)
+class ExpertSplit(ModelPart):
     """A model whose experts are divided among the workers of a group, as this worker has it."""
 
-    model: torch.nn.Module
-    table: SliceTable  # of all parameters: those of experts are cut, all others are whole
     exchange: ExpertExchange
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.exchange.ranks
 
     @property
     def names(self) -> frozenset[str]:
@@ -97,7 +71,7 @@ class ExpertSplit:
 def split_experts(model: torch.nn.Module, ranks: Ranks) -> ExpertSplit:
     """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made."""
     assert not ranks.alone
-    found = ExpertSplit(model, expert_table(model, ranks.size), ExpertExchange(ranks))
+    found = ExpertSplit(model, expert_table(model, ranks.size), ranks, shapes_of(model), ExpertExchange(ranks))
     for _, layer in stacked_adapters(model):
         layer.num_experts //= ranks.size
     for _, module in expert_modules(model):

@@ -32,7 +32,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -45,10 +44,11 @@ from fulltilt.model.attention import LayerShape
 from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.cuts import CutTensor, Section, vocabulary_rows
+from fulltilt.parallel.cuts import Section, vocabulary_rows
 from fulltilt.parallel.layout import EXCHANGE_BYTES
+from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
-from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, join, parallel_blocks, slice_table
+from fulltilt.parallel.slices import body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
 
 # ---- tokens between members ------------------------------------------------------------------------------------------------------------
 
@@ -150,22 +150,14 @@ class _Scatter(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class TensorSplit:
+class TensorSplit(ModelPart):
     """A model that is divided among the members of a group, as this member has it."""
 
-    model: torch.nn.Module
-    table: SliceTable
     exchange: TokenExchange
-    whole: Mapping[str, tuple[int, ...]]  # the shapes of the whole parameters
 
-    @property
-    def ranks(self) -> Ranks:
-        return self.exchange.ranks
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of this member's parts."""
-        return {name: self.table.cuts[name].shape(shape, self.ranks.rank) for name, shape in self.whole.items()}
+    def saved_as(self, name: str) -> str | None:
+        """What all members hold, the first one saves."""
+        return None if self.is_whole(name) and self.ranks.rank else super().saved_as(name)
 
     @torch.no_grad()
     def sum_shared(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> None:
@@ -204,13 +196,6 @@ class TensorSplit:
                     yield given[start:stop], copies
                 begin = end
 
-    def is_whole(self, name: str) -> bool:
-        """Whether every member holds all of a parameter."""
-        return self.shapes[name] == self.whole[name]
-
-    def cut(self, name: str) -> CutTensor:
-        return CutTensor(self.table.cuts[name], self.whole[name], self.ranks.size)
-
     def sections(self, name: str) -> list[tuple[int, int]]:
         """Of each section of this member's part of a parameter, where it ends in the flat numbers, and how many members hold the same."""
         cut, shape = self.table.cuts[name], self.shapes[name]
@@ -231,33 +216,11 @@ class TensorSplit:
 
 
 @torch.no_grad()
-def join_on_first(split: TensorSplit, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Whole parameters in main memory on the first member, from the parts of all; None on the others. All must call it with the parts of
-    the same parameters."""
-    ranks, found = split.ranks, dict[str, torch.Tensor]()
-    for name, own in parts.items():
-        if split.is_whole(name):
-            found |= {name: own.cpu()} if ranks.rank == 0 else {}
-            continue
-        cut = split.table.cuts[name]
-        shapes = [cut.shape(split.whole[name], rank) for rank in range(ranks.size)]
-        counts = [math.prod(shape) for shape in shapes]
-        memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=own.device)
-        ranks.own(memory)[: own.numel()] = own.reshape(-1)
-        ranks.gather(memory)
-        if ranks.rank == 0:
-            rows = zip(memory.view(ranks.size, -1), counts, shapes, strict=True)
-            found[name] = join(cut, [row[:count].view(shape) for row, count, shape in rows]).cpu()
-    return found if ranks.rank == 0 else None
-
-
-@torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
     """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
     optimizer is made."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks), shapes)
+    found = TensorSplit(model, slice_table(model, ranks.size), ranks, shapes_of(model), TokenExchange(ranks))
     divide_vocabulary(model, found)
     for block in parallel_blocks(model):
         if hasattr(block, "o_proj"):
@@ -269,24 +232,6 @@ def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
             leave_out_biases(block)
     cut_parameters(model, found.table, ranks.rank)
     return found
-
-
-def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None:
-    """Replace every parameter of which this member has a part only. A tied one stays tied."""
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for leaf, whole in list(module.named_parameters(recurse=False)):
-            own = table.local_slice(f"{prefix}.{leaf}", whole.detach(), rank)
-            if own.shape == whole.shape:
-                continue
-            if whole not in made:
-                copied = own.clone(memory_format=torch.contiguous_format)  # the whole one is not kept in memory
-                made[whole] = torch.nn.Parameter(copied, requires_grad=whole.requires_grad)
-            setattr(module, leaf, made[whole])
-        if isinstance(module, torch.nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
-        elif isinstance(module, torch.nn.Embedding):
-            module.num_embeddings = len(module.weight)
 
 
 def tell_heads(block: Any, size: int) -> None:

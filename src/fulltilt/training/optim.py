@@ -26,12 +26,12 @@ from fulltilt.model.arrays import is_shard
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
 from fulltilt.parallel.exchange import copy_all, flat, length_of
+from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import ALONE, Ranks
-from fulltilt.parallel.tensor import TensorSplit
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.checkpoint import SavedTensors
-from fulltilt.training.parameters import Divided, Held, ParameterShards, WholeParameters, device_of, shaped
+from fulltilt.training.parameters import Divided, ExpertsApart, Held, ParameterShards, WholeParameters, device_of, shaped
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -87,9 +87,13 @@ class Optimizer:
         self.skipped = 0
         self._parameters = trained(model)
         self._divided = divided
-        self._held: Held = (
-            ParameterShards(self._parameters, shards, divided) if shards else WholeParameters(model, self._parameters, ranks, divided)
-        )
+        self._held: Held
+        if shards:
+            self._held = ParameterShards(self._parameters, shards, divided)
+        elif divided and divided.replicas:
+            self._held = ExpertsApart(model, self._parameters, ranks, divided)
+        else:
+            self._held = WholeParameters(model, self._parameters, ranks, divided)
         self._device, kinds = device_of(self._parameters), MOMENTS
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
         self._entries = [
@@ -178,7 +182,7 @@ class Optimizer:
         steps = {share.name: share.step for share in chain.from_iterable(self._shares)}
         for entry in self._entries if self._held.saves else ():
             parameter, own = self._parameters[entry.name], self._held.own[entry.name]
-            part = self._part(entry.name)
+            part = self._divided.part.saved_as(entry.name) if self._divided else ""
             if part is None:
                 continue
             if length_of(own) == parameter.numel():
@@ -189,29 +193,21 @@ class Optimizer:
                 result[f"step/{entry.name}"] = steps[entry.name]
         return result
 
-    def _part(self, name: str) -> str | None:
-        """What follows the name of a tensor in a checkpoint if it is one part of several; None: another worker saves the same."""
-        if self._divided is None:
-            return ""
-        split = self._divided.split
-        if split.is_whole(name):
-            return "" if split.ranks.rank == 0 else None
-        return f"#{split.ranks.rank}"
-
     def cuts(self) -> dict[str, CutTensor]:
         """How those of `tensors` are cut that are saved in parts."""
         if self._divided is None:
             return {}
-        split = self._divided.split
-        parted = {entry.name: split.cut(entry.name) for entry in self._entries if not split.is_whole(entry.name)}
+        own_part = self._divided.part
+        parted = {entry.name: own_part.cut(entry.name) for entry in self._entries if not own_part.is_whole(entry.name)}
         return {name: parted[own] for name in self._shapes() if (own := name.partition("/")[2]) in parted and not name.startswith("step/")}
 
     def _read(self, saved: SavedTensors, kind: str, name: str) -> torch.Tensor:
         """This worker's numbers of a parameter from a checkpoint, flat."""
         own = self._held.own[name]
-        if self._divided is None:
+        part = self._divided.part if self._divided else None
+        if part is None or part.is_whole(name):
             return saved.numbers(f"{kind}/{name}", own.start, own.stop)
-        return saved.part(f"{kind}/{name}", self._divided.split.cut(name), self._divided.split.ranks.rank, own.start, own.stop)
+        return saved.part(f"{kind}/{name}", part.cut(name), part.ranks.rank, own.start, own.stop)
 
     @torch.no_grad()
     def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
@@ -250,13 +246,13 @@ class Optimizer:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [kind for kind in (self._saved_as(name), *MOMENTS) if kind]
-            whole = self._divided.split.whole[name] if self._divided else tuple(parameter.shape)
+            whole = self._divided.part.whole[name] if self._divided else tuple(parameter.shape)
             shapes |= {f"{kind}/{name}": whole for kind in kinds} | {f"step/{name}": ()}
         return shapes
 
     def accumulators(self) -> Iterable[torch.Tensor]:
         """The memory of accumulated gradients, as far as it exists now."""
-        return self._held.gradients.values()
+        return self._held.accumulators
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
@@ -272,8 +268,8 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def restore_parameters(model: torch.nn.Module, saved: SavedTensors, split: TensorSplit | None = None) -> None:
-    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further. `split`: the model is a
+def restore_parameters(model: torch.nn.Module, saved: SavedTensors, part: ModelPart | None = None) -> None:
+    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further. `part`: the model is a
     part of the one that was saved."""
     names = set(saved.names())
     for name, parameter in model.named_parameters():
@@ -281,8 +277,8 @@ def restore_parameters(model: torch.nn.Module, saved: SavedTensors, split: Tenso
             found = next((key for key in (f"parameter/{name}", f"master/{name}") if key in names), None)
             if found is None:
                 raise UserError(f"the checkpoint does not hold {name}. Use the [lora] settings that it was saved with")
-            if split:
-                flat(parameter).copy_(saved.part(found, split.cut(name), split.ranks.rank, 0, parameter.numel()))
+            if part:
+                flat(parameter).copy_(saved.part(found, part.cut(name), part.ranks.rank, 0, parameter.numel()))
             else:
                 flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 

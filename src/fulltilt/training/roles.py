@@ -49,6 +49,7 @@ class Role(ABC):
     optimizer: Optimizer | None = None
     sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
     tensor: Ranks = ALONE  # the members that compute each layer together
+    meets: bool = False  # whether workers exchange tokens in its passes, of which each must make as many as the others
     most_tokens: int = 0  # that have entered the model in a pass
 
     @property
