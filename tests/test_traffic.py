@@ -13,6 +13,7 @@ import devices
 import numpy as np
 import pytest
 import runs
+import test_tensor_parallel as tensor
 import torch
 
 from fulltilt.bench import scaling
@@ -23,11 +24,23 @@ from fulltilt.cluster.sizes import parameter_sizes
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
+from fulltilt.model.load import shape_of
+from fulltilt.parallel.traffic import (
+    Reads,
+    RoleWork,
+    SequenceWork,
+    Stream,
+    predict,
+    sent_bytes,
+    shared_adapter_numbers,
+    shared_numbers,
+    tensor_pass,
+)
 from fulltilt.plan import Facts, loading_order
-from fulltilt.records import Row
+from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config
-from fulltilt.shape import SHAPES
+from fulltilt.shape import SHAPES, Recompute, Shape
+from fulltilt.training.roles import Critic, Policy
 from fulltilt.words import in_bytes
 
 ModelFolders = Callable[[str], Path]
@@ -209,3 +222,69 @@ def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
     assert "\n".join(scaling.table()) in page
     assert "\n".join(scaling.rows_table()) in page
+
+
+# ---- tensor parallelism ------------------------------------------------------------------------------------------------------------------
+
+
+class CountingMember(tensor.TensorWorker):
+    """A member of a tensor-parallel group that tells what its collectives move."""
+
+    def count(self, case: tensor.Case) -> list[dict[str, int]]:
+        """In passes with gradient over all micro-batches, in one sum of shared gradients, and in passes without gradient."""
+        made = self.split(case)
+        moved, found = made.ranks.moved, []
+
+        def note() -> None:
+            found.append({kind: count for kind, count in moved.items() if count})
+            moved.clear()
+
+        gradients = tensor.learn(made.model, case).gradients
+        note()
+        made.sum_shared({name: torch.from_numpy(gradient) for name, gradient in gradients.items()})
+        note()
+        role = Critic("critic", made.model) if case.role == "critic" else Policy("actor", made.model, 0.8, options=case.options)  # type: ignore[arg-type]
+        for micro in tensor.MICRO_BATCHES:
+            role.annotate(micro)
+        note()
+        return found
+
+
+def make_counting(member: devices.Member) -> CountingMember:
+    return CountingMember(member.rank, devices.SIZE)
+
+
+def stream_of(micro: MicroBatch) -> Stream:
+    return Stream(len(micro.ids), [range(place - 1, place) for place in micro.trained.tolist()])
+
+
+def named(case: tensor.Case) -> tuple[tensor.Case, str]:
+    return case, str(case)
+
+
+COUNTED = [
+    tensor.Case("qwen2", 2, tensor.UNEVEN, fused=True),
+    tensor.Case("gemma2", 4, recompute="full", dtype="float32"),
+    tensor.Case("qwen3", 4, {"num_key_value_heads": 1}, adapters=tensor.ALL, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", [*COUNTED, *(pytest.param(case, marks=pytest.mark.matrix) for case in [*tensor.SHORT, *tensor.MATRIX])], ids=str)
+def test_members_of_a_tensor_parallel_group_move_what_is_predicted(pool_of_devices: devices.Pool, case: tensor.Case) -> None:
+    pool = devices.Guests(pool_of_devices, "test_traffic:make_counting")
+    shape, itemsize, streams = shape_of(tensor.build(case).config), getattr(torch, case.dtype).itemsize, [*map(stream_of, tensor.MICRO_BATCHES)]
+    reads: Reads = "value" if case.role == "critic" else "logprob" if case.entropy == "none" else "entropy"
+    recompute = Recompute(case.recompute)  # type: ignore[arg-type]
+    learned, scored = Counter[str](), Counter[str]()
+    for stream in streams:
+        learned += tensor_pass(shape, case.size, itemsize, stream, reads, learns="adapters" if case.adapters else "all", recompute=recompute)
+        scored += tensor_pass(shape, case.size, itemsize, stream, "value" if case.role == "critic" else "logprob", learns="none")
+    stacked = [name for name in case.adapters if name.startswith("experts.")]
+    if case.adapters:
+        shared = shared_adapter_numbers(shape, case.size, 2, [name for name in case.adapters if name not in stacked], stacked)
+    else:
+        shared = shared_numbers(shape, case.size, score=shape.width + 1 if case.role == "critic" else 0) if shape.family else None
+    for found in tensor.call(pool, "count", case):
+        assert found[0] == learned
+        assert shared is None or found[1] == {"all-reduce": shared * itemsize}
+        assert found[2] == scored
