@@ -2,8 +2,8 @@
 
 Enters: what each role does in a step (`RoleWork`), what workers share out, and where workers hold the rows, which of them go where
 (`RowTraffic`). Leaves: bytes by kind of collective, as `Ranks.moved` counts them; where workers move different numbers of bytes, those of
-the worker that moves most of the kind. Guaranteed: arithmetic alone, without torch, equal to the count for steps whose gradients are finite
-(one that is skipped gathers nothing), if a gradient reaches every layer.
+the worker that moves most of the kind. Guaranteed: arithmetic alone, equal to the count for steps whose gradients are finite (one that is
+skipped gathers nothing), if a gradient reaches every layer.
 
 Recompute does not change what is moved for parameters that are shared out: they are gathered for the backward pass anyway. Collectives
 inside layers, those of Ulysses (`ulysses_pass`) and of tensor parallelism (`tensor_pass`), run again in layers that are computed again.
@@ -30,7 +30,10 @@ WHITENING = 5  # sums, or numbers of all workers, that whitening asks for: two c
 
 @dataclass(frozen=True)
 class Stream:
-    """The tokens of a micro-batch, and which results are read. Example, a prompt of 4 tokens and a response of 5: Stream(9, [range(3, 8)])"""
+    """The tokens of a micro-batch, and which results are read.
+
+    Example, a prompt of 4 tokens and a response of 5: Stream(9, [range(3, 8)])
+    """
 
     tokens: int
     read: Sequence[range]  # places, ascending: those before trained tokens, whose log-probs, entropies or values are read
@@ -89,6 +92,7 @@ class Trip:
     tokens: int
     home: int  # the rank of the worker that holds it
     computed: int  # the rank of the worker that computes with it
+    tells: bool = True  # whether this worker gives numbers back: of several that compute the row together, the first one
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class RowTraffic:
             of_token = TOKEN_BYTES + exchange.fields * NUMBER_BYTES
             own += everyone + sum(ROW_ENTRY.itemsize + trip.tokens * of_token for trip in abroad if trip.home == rank)
             if exchange.returns:
-                back = [trip for trip in abroad if trip.computed == rank]
+                back = [trip for trip in abroad if trip.computed == rank and trip.tells]
                 own += everyone + sum(NUMBERS_ENTRY.itemsize + trip.tokens * NUMBER_BYTES for trip in back)
         return own + self.sums * (everyone + self.workers * MOST_NUMBERS * 8)
 
@@ -200,11 +204,19 @@ def of_sequence(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
 
 
 def ulysses_pass(
-    shape: Shape, size: int, itemsize: int, stream: Stream, reads: Reads, *, learns: bool, recompute: Recompute = Recompute()  # noqa: B008 (frozen)
+    shape: Shape,
+    size: int,
+    itemsize: int,
+    stream: Stream,
+    reads: Reads,
+    *,
+    learns: bool,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Counter[str]:
-    """Bytes on each worker of a group of `size` in a pass over a stream that they share (parallel/sequence.py). In every layer queries, keys
-    and values go to the workers that have their heads, and attention's output goes back; the same for their gradients, and again where the
-    layer is computed again. Results are gathered, of each worker as many as the one with most has."""
+    """Bytes on each worker of a group of `size` in a pass over a stream that the group shares (parallel/sequence.py).
+
+    In every layer queries, keys and values go to the workers that have their heads, and attention's output goes back; so do their gradients,
+    and where a layer is computed again all of it goes once more. Results are gathered, of each worker as many as the one with most has."""
     own = padded(stream.tokens, size) // size
     again = {index for unit in recompute.units(len(shape.layers)) for index in unit} if learns else set()
     times = [1 + learns + (index in again) for index in range(len(shape.layers))]
