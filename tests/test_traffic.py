@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from fulltilt.model.load import shape_of
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
 from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.sequence import SequenceGroup
 from fulltilt.parallel.traffic import (
     FILLER,
     Reads,
@@ -44,7 +46,7 @@ from fulltilt.plan import Facts, loading_order
 from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES, Recompute, Shape
-from fulltilt.training.roles import Critic, Policy
+from fulltilt.training import roles
 from fulltilt.words import in_bytes
 
 ModelFolders = Callable[[str], Path]
@@ -224,8 +226,8 @@ def test_large_models() -> None:
 
 def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
-    assert "\n".join(scaling.table()) in page
-    assert "\n".join(scaling.rows_table()) in page
+    for table in (scaling.table, scaling.layouts_table, scaling.long_table, scaling.rows_table):
+        assert "\n".join(table()) in page
 
 
 # ---- Ulysses -----------------------------------------------------------------------------------------------------------------------------
@@ -236,9 +238,10 @@ SEQUENCE_MODELS = {
     "first layer again": ("qwen2", ("train.recompute=full", "train.recompute_layers=1")),
     "own sizes": ("qwen2", (*PPO, "critic.sequence_parallel=4")),
     "four": ("qwen2", (FOUR,)),
-    "several rows": ("qwen2", ("actor.micro_batch=3",)),
+    "several rows": ("qwen2", ("actor.micro_batch=3",)),  # three passes without gradient for two groups, one of which runs a filler
+    "few": ("qwen2", ("actor.micro_batch=4",)),  # one micro-batch in a mini-batch
 }
-SEQUENCE_QUICK = {("recompute", "optimizer", 2), ("own sizes", "full", 4), ("several rows", "optimizer", 4)}
+SEQUENCE_QUICK = {("recompute", "optimizer", 2), ("own sizes", "full", 4), ("few", "full", 4)}
 SEQUENCE_CASES = [
     (model, shard, workers)
     for model in SEQUENCE_MODELS
@@ -275,9 +278,8 @@ def test_workers_that_share_micro_batches_move_what_is_predicted(
 ) -> None:
     family, overrides = SEQUENCE_MODELS[model]
     folder = runs.make(tmp_path / "run", model_folders(family))
-    with pool_of_devices.assembled(
-        folder, 1, *EACH_ROW, *[each for each in overrides if "reshard" not in each and "parallel" not in each]
-    ) as parts:
+    alone = [each for each in overrides if "reshard" not in each and "parallel" not in each]
+    with pool_of_devices.assembled(folder, 1, *EACH_ROW, *alone) as parts:
         learners = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
         parameters = {role: parameter_sizes(learner) for role, learner in learners.items()}
         itemsize = learners["actor"].dtype.itemsize
@@ -289,7 +291,7 @@ def test_workers_that_share_micro_batches_move_what_is_predicted(
     for role, own in parameters.items():
         size = settings[role].sequence_parallel
         recompute = Recompute(settings[role].recompute, settings[role].recompute_layers, settings[role].recompute_method)
-        dealing = DealtStreams(3 if model == "several rows" else 1, workers // size)
+        dealing = DealtStreams({"several rows": 3, "few": 4}.get(model, 1), workers // size)
         steps, scored = dealing.update(lengths), dealing.dealt(range(ROWS), lengths) if role == "actor" else []
         passes = sum(max(map(len, groups)) for groups in steps)
         updates = [[stream for groups in steps for stream in groups[place]] for place in range(workers // size)]
@@ -305,8 +307,12 @@ def test_workers_that_share_micro_batches_move_what_is_predicted(
 def test_streams_in_parts() -> None:
     two_rows = Stream.of([(4, 5), (3, 8)])  # 20 tokens; results are read at 3 to 7 and at 11 to 18
     assert two_rows == Stream(20, [range(3, 8), range(11, 19)]) and two_rows.results == 13
-    assert [two_rows.most_results(size) for size in (1, 2, 3, 4, 8, 32)] == [13, 8, 6, 5, 3, 1]
+    assert [two_rows.most_results(size) for size in (1, 2, 3, 4, 8, 32)] == [13, 8, 5, 4, 3, 1]
     assert FILLER.most_results(4) == 1 and Stream(5, []).most_results(2) == 0
+    assert Stream(len(roles.FILLER.ids), (range(0, 1),)) == FILLER and roles.FILLER.trained.tolist() == [1]
+    for micro, size in itertools.product(tensor.MICRO_BATCHES, (2, 3, 4)):
+        counts = roles.counts_of(micro, micro.trained - 1, SequenceGroup(Ranks(0, size)))
+        assert stream_of(micro).most_results(size) == max(counts)
 
 
 # ---- tensor parallelism ------------------------------------------------------------------------------------------------------------------
@@ -331,7 +337,7 @@ class CountingMember(tensor.TensorWorker):
         made.sum_shared({name: torch.from_numpy(gradient) for name, gradient in gradients.items()})
         note()
         model: Any = made.model
-        role = Critic("critic", model) if case.role == "critic" else Policy("actor", model, 0.8, options=case.options)
+        role = roles.Critic("critic", model) if case.role == "critic" else roles.Policy("actor", model, 0.8, options=case.options)
         for micro in tensor.MICRO_BATCHES:
             role.annotate(micro)
         note()

@@ -9,8 +9,9 @@ that of batching/cost.py; nothing is loaded or measured.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,8 +96,8 @@ class Scale:
 
     @cached_property
     def moved_in_group(self) -> Mapping[str, int]:
-        """Bytes of what goes between the GPUs that share micro-batches or layers, of all samples of a step. A micro-batch is one sample:
-        how many are together changes nothing."""
+        """Bytes of what goes between the GPUs that share micro-batches or layers, of all samples of a step, as if each were a
+        micro-batch by itself: only padding depends on that."""
         found, samples = Counter[str](), SAMPLES * self.sequence * self.tensor // self.gpus
         stream = Stream.of([(PROMPT, RESPONSE)])
         if self.sequence > 1:
@@ -166,13 +167,19 @@ def binding(scale: Scale) -> str:
 
 
 def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
-    """Groups that share micro-batches or layers, by name, each with the first way to share out parameters that leaves a fifth of a GPU free,
-    or else with the one that takes least."""
+    """Groups that share micro-batches or layers, by name, each with the first way to share out parameters that leaves a fifth of a GPU
+    free, or else with the one that takes least."""
     shape = Shape.named(model)
-    for size in (size for size in GROUPS if size in sequence_sizes(((layer.heads, layer.key_heads) for layer in shape.layers), gpus)):
+    for size in groups_of(shape):
         yield f"Ulysses {size}", first_that_fits(Scale(model, sharding, sequence=size) for sharding in shardings(gpus))
     for size in (size for size in GROUPS if size in legal_sizes(shape)):
         yield f"tensor {size}", first_that_fits(Scale(model, sharding, tensor=size) for sharding in shardings(gpus, size))
+
+
+def groups_of(shape: Shape) -> list[int]:
+    """How many GPUs of a machine may share a micro-batch."""
+    legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in shape.layers), OF_MACHINE)
+    return [size for size in GROUPS if size in legal]
 
 
 def shardings(gpus: int, tensor: int = 1) -> Iterator[Sharding]:
@@ -191,16 +198,29 @@ def first_that_fits(given: Iterable[Scale]) -> Scale:
 
 
 def layouts_table() -> Iterator[str]:
-    heads = ("model", "GPUs", "layout", "`train.shard`", "held by each", "moved within groups", "moved for parameters", "passes")
-    yield f"| {' | '.join([*heads, 'collectives within groups', 'all, 8 adapters', 'what binds'])} |"
+    """A row for each layout, with the numbers at 8, 64 and 1,024 GPUs side by side."""
+    heads = ("model", "layout", "`train.shard`", "held, GB", "moved within groups, GB", "moved for parameters, GB")
+    yield f"| {' | '.join([*heads, 'passes, s', 'collectives, s', 'what binds'])} |"
     yield f"|{'---|' * (len(heads) + 3)}"
     for model in MODELS:
-        for gpus in GPUS:
-            for name, scale in layouts(model, gpus):
-                counts = [scale.held_bytes, sum(scale.moved_in_group.values()), sum(scale.moved.values())]
-                times = [scale.compute_s, scale.group_s, scale.collectives_s(OF_MACHINE)]
-                cells = [*(f"{count / 1e9:.0f} GB" for count in counts), *map(in_seconds, times)]
-                yield f"| {' | '.join([model, f'{gpus:,}', name, scale.sharding.shard, *cells, binding(scale)])} |"
+        for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True):
+            found = [scale for _, scale in columns]
+            counts = [
+                [f"{count / 1e9:,.0f}" for count in own]
+                for own in (
+                    [scale.held_bytes for scale in found],
+                    [sum(scale.moved_in_group.values()) for scale in found],
+                    [sum(scale.moved.values()) for scale in found],
+                )
+            ]
+            times = [[in_seconds(scale.compute_s) for scale in found], [in_seconds(scale.collectives_s(OF_MACHINE)) for scale in found]]
+            cells = [[scale.sharding.shard for scale in found], *counts, *([own.removesuffix(" s") for own in each] for each in times)]
+            binds = [binding(scale).removesuffix(": it does not fit") for scale in found]
+            yield f"| {' | '.join([model, columns[0][0], *map(side_by_side, [*cells, binds])])} |"
+
+
+def side_by_side(cells: Sequence[str]) -> str:
+    return cells[0] if len({*cells}) == 1 else " / ".join(cells)
 
 
 # ---- long samples ------------------------------------------------------------------------------------------------------------------------
@@ -208,7 +228,7 @@ def layouts_table() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LongSamples:
-    """A step of as many tokens as that of `Scale`, in samples of `tokens` tokens each; each is a micro-batch, and layers are recomputed."""
+    """A step of as many tokens as that of `Scale`, in samples of `tokens` tokens each, with recomputed layers."""
 
     model: str
     tokens: int
@@ -229,20 +249,26 @@ class LongSamples:
         """GPUs that have a part of a sample, in an optimizer step."""
         return min(gpus, self.samples * self.sequence)
 
-    @cached_property
-    def rounds(self) -> int:
-        """Micro-batches of each GPU in a step."""
-        return UPDATES * -(-self.samples // (self.gpus // self.sequence))
+    @property
+    def at_once(self) -> int:
+        """Samples of a micro-batch: as many as the token budgets of its GPUs allow together, and at least one."""
+        return max(1, self.sequence * TOKEN_BUDGET["cuda"] // self.tokens)
+
+    @property
+    def own_samples(self) -> int:
+        """Of an optimizer step, those of the GPUs with most."""
+        return -(-self.samples // (self.gpus // self.sequence))
 
     @cached_property
     def activation_bytes(self) -> int:
         """About what a micro-batch takes of each GPU, as the plan estimates it."""
-        return role_of(self.scale.shape).update_bytes(self.tokens // self.sequence, {"recompute": LONG_RECOMPUTE.kind})
+        tokens = min(self.at_once, self.own_samples) * self.tokens // self.sequence
+        return role_of(self.scale.shape).update_bytes(tokens, {"recompute": LONG_RECOMPUTE.kind})
 
     @cached_property
     def compute_s(self) -> float:
         flops = update_flops(ModelSize.of_shape(self.scale.shape), [self.tokens], self.tokens - PROMPT).total
-        return self.rounds * flops / (self.sequence * FLOPS * SHARE)
+        return UPDATES * self.own_samples * flops / (self.sequence * FLOPS * SHARE)
 
     @cached_property
     def moved(self) -> int:
@@ -251,32 +277,41 @@ class LongSamples:
             return 0
         stream = Stream.of([(PROMPT, self.tokens - PROMPT)])
         one = ulysses_pass(self.scale.shape, self.sequence, ITEMSIZE, stream, "entropy", learns=True, recompute=LONG_RECOMPUTE)
-        return self.rounds * sum(one.values())
+        return UPDATES * self.own_samples * sum(one.values())
 
     @property
     def group_s(self) -> float:
         return sent_bytes({"all-to-all": self.moved}, self.sequence) / NVLINK
 
+    @cached_property
+    def collectives_s(self) -> float:
+        """Those of parameters and gradients too, with an adapter for each GPU."""
+        assert self.scale.sharding.shard != "hybrid" and self.gpus > OF_MACHINE
+        passes = UPDATES * -(-self.own_samples // self.at_once)
+        of_parameters = predict([RoleWork(self.scale.sizes, ITEMSIZE, UPDATES, passes, synced=1)], self.scale.sharding)
+        return sent_bytes(of_parameters, self.gpus) / min(NVLINK, OF_MACHINE * NETWORK) + self.group_s
+
     @property
     def binding(self) -> str:
         if self.scale.held_bytes + self.activation_bytes > MEMORY:
             return "memory: it does not fit"
-        return "NVLink" if self.group_s > self.compute_s else "arithmetic"
+        if self.collectives_s < self.compute_s:
+            return "arithmetic"
+        return "NVLink" if self.group_s > self.collectives_s / 2 else "the network"
 
 
 def long_table() -> Iterator[str]:
     heads = ("model", "tokens of a sample", "Ulysses", "held by each", "a micro-batch", "GPUs at work of 64", "of 1,024")
-    yield f"| {' | '.join([*heads, 'moved within groups', 'passes', 'collectives within groups', 'what binds'])} |"
-    yield f"|{'---|' * (len(heads) + 4)}"
+    yield f"| {' | '.join([*heads, 'moved within groups', 'passes', 'collectives within groups', 'all', 'what binds'])} |"
+    yield f"|{'---|' * (len(heads) + 5)}"
     for model in LONG_MODELS:
-        heads_of = [(layer.heads, layer.key_heads) for layer in Shape.named(model).layers]
-        for tokens in LONG_TOKENS:
-            for size in (1, *(size for size in GROUPS if size in sequence_sizes(heads_of, OF_MACHINE))):
-                own = LongSamples(model, tokens, size)
-                counts = [f"{count / 1e9:.0f} GB" for count in (own.scale.held_bytes, own.activation_bytes)]
-                working = [f"{own.working_gpus(gpus):,}" for gpus in GPUS[1:]]
-                moved = [f"{own.moved / 1e9:.0f} GB", in_seconds(own.compute_s), in_seconds(own.group_s)]
-                yield f"| {' | '.join([model, f'{tokens:,}', str(size), *counts, *working, *moved, own.binding])} |"
+        for tokens, size in itertools.product(LONG_TOKENS, (1, *groups_of(Shape.named(model)))):
+            own = LongSamples(model, tokens, size)
+            counts = [f"{count / 1e9:.0f} GB" for count in (own.scale.held_bytes, own.activation_bytes)]
+            working = [f"{own.working_gpus(gpus):,}" for gpus in GPUS[1:]]
+            moved, within = (f"{own.moved / 1e9:,.0f} GB", in_seconds(own.group_s)) if own.moved else ("none", "")
+            times = [in_seconds(own.compute_s), within, in_seconds(own.collectives_s)]
+            yield f"| {' | '.join([model, f'{tokens:,}', str(size), *counts, *working, moved, *times, own.binding])} |"
 
 
 def in_seconds(seconds: float) -> str:

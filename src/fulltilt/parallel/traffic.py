@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 from fulltilt.parallel.holdings import by_type
@@ -112,17 +113,19 @@ class RowTraffic:
     exchanges: Sequence[Exchange]
     sums: int = 0  # sums over all workers: whitening takes WHITENING of them, unless all numbers are equal
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that a worker sends, the sizes of its parcels included."""
-        everyone, own = self.workers * 2 * COUNT, 0
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each worker sends, the sizes of its parcels included."""
+        of_everyone = self.workers * 2 * COUNT
+        found = [self.sums * (of_everyone + self.workers * MOST_NUMBERS * 8)] * self.workers
         for exchange in self.exchanges:
-            abroad = [trip for trip in exchange.trips if trip.home != trip.computed]
+            found = [count + of_everyone * (1 + exchange.returns) for count in found]
             of_token = TOKEN_BYTES + exchange.fields * NUMBER_BYTES
-            own += everyone + sum(ROW_ENTRY.itemsize + trip.tokens * of_token for trip in abroad if trip.home == rank)
-            if exchange.returns:
-                back = [trip for trip in abroad if trip.computed == rank and trip.tells]
-                own += everyone + sum(NUMBERS_ENTRY.itemsize + trip.tokens * NUMBER_BYTES for trip in back)
-        return own + self.sums * (everyone + self.workers * MOST_NUMBERS * 8)
+            for trip in (trip for trip in exchange.trips if trip.home != trip.computed):
+                found[trip.home] += ROW_ENTRY.itemsize + trip.tokens * of_token
+                if exchange.returns and trip.tells:
+                    found[trip.computed] += NUMBERS_ENTRY.itemsize + trip.tokens * NUMBER_BYTES
+        return found
 
 
 def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None) -> Counter[str]:
@@ -130,12 +133,11 @@ def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | No
     found: Counter[str] = Counter()
     for role in roles if sharding.workers > 1 else ():
         found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
-    own = []  # what workers move different numbers of bytes of
-    for rank in range(max(sharding.workers, rows.workers if rows else 1)):
-        own.append(sum((of_sequence(role, sharding, rank) for role in roles if rank < sharding.workers), Counter[str]()))
-        own[-1][KIND] += rows.sent_bytes(rank) if rows and rank < rows.workers else 0
-    most = {kind: max(counts[kind] for counts in own) for kind in sorted({kind for counts in own for kind in counts})}
-    return found + Counter(most)
+    streams = [sum((of_sequence(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
+    parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
+    apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
+    kinds = sorted({kind for own in apart for kind in own})
+    return found + Counter({kind: max(own[kind] for own in apart) for kind in kinds})
 
 
 def of_whole(role: RoleWork, workers: int) -> Counter[str]:
@@ -204,19 +206,14 @@ def of_sequence(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
 
 
 def ulysses_pass(
-    shape: Shape,
-    size: int,
-    itemsize: int,
-    stream: Stream,
-    reads: Reads,
-    *,
-    learns: bool,
-    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
-) -> Counter[str]:
+    shape: Shape, size: int, itemsize: int, stream: Stream, reads: Reads, *,
+    learns: bool, recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+) -> Counter[str]:  # fmt: skip
     """Bytes on each worker of a group of `size` in a pass over a stream that the group shares (parallel/sequence.py).
 
-    In every layer queries, keys and values go to the workers that have their heads, and attention's output goes back; so do their gradients,
-    and where a layer is computed again all of it goes once more. Results are gathered, of each worker as many as the one with most has."""
+    In every layer queries, keys and values go to the workers that have their heads, and attention's output goes back; so do their
+    gradients, and where a layer is computed again, all of it goes once more. Results are gathered, of each worker as many as the one with
+    most has."""
     own = padded(stream.tokens, size) // size
     again = {index for unit in recompute.units(len(shape.layers)) for index in unit} if learns else set()
     times = [1 + learns + (index in again) for index in range(len(shape.layers))]
@@ -238,14 +235,17 @@ def tensor_pass(
 ) -> Counter[str]:  # fmt: skip
     """Bytes on each member of a tensor-parallel group in a pass over a stream (parallel/tensor.py). `learns`: parameters that have a
     gradient; with adapters, every attention and feed-forward layer has one."""
-    blocks, gathers, scatters = 2 * len(shape.layers), 1, 1  # the last gather; the embedding
-    gathers, scatters = gathers + blocks, scatters + blocks
+    blocks = 2 * len(shape.layers)  # attention and feed-forward layers: tokens are gathered before each, and summed and dealt out behind
+    gathers = blocks + 1  # behind the last norm
+    scatters = blocks + 1  # behind the embedding
     if learns != "none":
-        # Backward, each is the other one. Adapters alone: no gradient goes from the first layer to the embedding.
-        gathers, scatters = gathers + blocks + (learns == "all"), scatters + blocks + (learns == "all")
+        # A gather's backward pass is a scatter, and the other way round. With adapters alone no gradient enters the first layer's gather
+        # and the embedding.
+        gathers, scatters = (each + blocks + (learns == "all") for each in (gathers, scatters))
         for unit in recompute.units(len(shape.layers)):
-            # A layer that is computed again stops at the last tensor that was saved for its backward pass: behind the last block is none.
-            gathers, scatters = gathers + 2 * len(unit), scatters + 2 * len(unit) - (not saves_behind_blocks(shape))
+            # Computing layers again stops at the last tensor that was saved for their backward pass. Where the last block's sum is merely
+            # added to the residual, that comes before it.
+            gathers, scatters = gathers + 2 * len(unit), scatters + 2 * len(unit) - (not norms_behind_blocks(shape))
     tokens, wide = padded(stream.tokens, size), max(4, itemsize)
     found = Counter({"all-gather": gathers * tokens * shape.width * itemsize, "reduce-scatter": scatters * tokens * shape.width * itemsize})
     if reads == "value":
@@ -255,7 +255,7 @@ def tensor_pass(
     return found
 
 
-def saves_behind_blocks(shape: Shape) -> bool:
+def norms_behind_blocks(shape: Shape) -> bool:
     return shape.family is not None and shape.family.norms > 2
 
 
