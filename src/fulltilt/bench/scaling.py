@@ -199,24 +199,18 @@ def first_that_fits(given: Iterable[Scale]) -> Scale:
 
 def layouts_table() -> Iterator[str]:
     """A row for each layout, with the numbers at 8, 64 and 1,024 GPUs side by side."""
-    heads = ("model", "layout", "`train.shard`", "held, GB", "moved within groups, GB", "moved for parameters, GB")
-    yield f"| {' | '.join([*heads, 'passes, s', 'collectives, s', 'what binds'])} |"
-    yield f"|{'---|' * (len(heads) + 3)}"
+    heads = ["model", "layout", "`train.shard`", "held, GB", "moved within groups, GB", "moved for parameters, GB"]
+    heads += ["passes, s", "collectives, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
     for model in MODELS:
-        for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True):
-            found = [scale for _, scale in columns]
-            counts = [
-                [f"{count / 1e9:,.0f}" for count in own]
-                for own in (
-                    [scale.held_bytes for scale in found],
-                    [sum(scale.moved_in_group.values()) for scale in found],
-                    [sum(scale.moved.values()) for scale in found],
-                )
-            ]
-            times = [[in_seconds(scale.compute_s) for scale in found], [in_seconds(scale.collectives_s(OF_MACHINE)) for scale in found]]
-            cells = [[scale.sharding.shard for scale in found], *counts, *([own.removesuffix(" s") for own in each] for each in times)]
-            binds = [binding(scale).removesuffix(": it does not fit") for scale in found]
-            yield f"| {' | '.join([model, columns[0][0], *map(side_by_side, [*cells, binds])])} |"
+        for (name, *_), found in (zip(*columns, strict=True) for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True)):
+            counts = [(scale.held_bytes, sum(scale.moved_in_group.values()), sum(scale.moved.values())) for scale in found]
+            times = [(scale.compute_s, scale.collectives_s(OF_MACHINE)) for scale in found]
+            cells = [[scale.sharding.shard for scale in found]]
+            cells += [[f"{count / 1e9:,.0f}" for count in column] for column in zip(*counts, strict=True)]
+            cells += [[in_seconds(seconds).removesuffix(" s") for seconds in column] for column in zip(*times, strict=True)]
+            yield f"| {' | '.join([model, name, *map(side_by_side, cells), *map(binding, found)])} |"
 
 
 def side_by_side(cells: Sequence[str]) -> str:
