@@ -19,6 +19,9 @@ must make the same passes.
     head           own part of the vocabulary, sums     own part of the vocabulary
     score          own tokens, all-gather               own tokens
 
+A decoding step has few tokens, whose cost is the number of collectives: there every member has all tokens between the layers too, and one
+all-reduce behind a layer takes the place of the two others.
+
 The native engine generates on such a model: each member runs the engine in its own process on the same prompts, with a KV cache of its own
 key heads (`member_layers`). Logits are gathered from all members, so all sample from the same numbers and draw the same tokens.
 """
@@ -40,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fulltilt.kernels.token_logprobs import VocabularyPart
-from fulltilt.model.attention import LayerShape
+from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
@@ -59,6 +62,7 @@ class TokenExchange:
 
     ranks: Ranks
     tokens: int = 0  # T of the pass that is running
+    decoding: bool = False  # whether it decodes: then each member has all tokens, and there is no gradient
     moved: Counter[str] = field(init=False)  # where bytes of collectives are counted
 
     def __post_init__(self) -> None:
@@ -66,15 +70,15 @@ class TokenExchange:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """All members' tokens; they go on to compute parts of what follows, whose gradients are summed."""
-        return _Gather.apply(own, self, self.tokens, True)
+        return own if self.decoding else _Gather.apply(own, self, self.tokens, True)
 
     def gather_results(self, own: torch.Tensor) -> torch.Tensor:
         """All members' tokens; they go on to compute the same, whose gradient is the same for each."""
         return _Gather.apply(own, self, self.tokens, False)
 
     def scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over members of what they have for all tokens, of which each gets its own."""
-        return _Scatter.apply(parts, self)
+        """The sum over members of what they have for all tokens, of which each gets its own; all of them when decoding."""
+        return self.all_reduce(parts) if self.decoding else _Scatter.apply(parts, self)
 
     def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
         rows = own.reshape(-1, own.shape[-1]).contiguous()
@@ -89,6 +93,13 @@ class TokenExchange:
         self.moved["reduce-scatter"] += rows.nbytes
         reduce_into(found, rows, group=self.ranks.group)
         return found.view(*parts.shape[:-2], len(found), -1)
+
+    def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over members, in the memory of `parts` where that is contiguous."""
+        found = parts.contiguous()
+        self.moved["all-reduce"] += found.nbytes
+        dist.all_reduce(found, group=self.ranks.group)
+        return found
 
     def most(self, tensor: torch.Tensor) -> None:
         """The largest number of all members, in place."""
@@ -225,7 +236,7 @@ def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
     for block in parallel_blocks(model):
         if hasattr(block, "o_proj"):
             tell_heads(block, ranks.size)
-            block.register_forward_pre_hook(note_tokens(found.exchange), with_kwargs=True)
+            block.register_forward_pre_hook(note_pass(found.exchange), with_kwargs=True)
         block.register_forward_pre_hook(gather_before(found.exchange), with_kwargs=True)
         block.register_forward_hook(scatter_behind(found.exchange))
         if ranks.rank:
@@ -270,13 +281,18 @@ def without_bias(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 # ---- hooks of blocks: a block sees all tokens -------------------------------------------------------------------------------------------
 
 
-def note_tokens(exchange: TokenExchange) -> Callable[..., None]:
-    """Attention comes first in a layer and is told the number of tokens, also where a layer is recomputed after another pass has begun."""
+def note_pass(exchange: TokenExchange) -> Callable[..., None]:
+    """Attention comes first in a layer and is told what pass it is, also where a layer is recomputed after another pass has begun."""
 
     def hook(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        exchange.tokens = kwargs["position_embeddings"][0].shape[-2]
+        exchange.tokens, exchange.decoding = kwargs["position_embeddings"][0].shape[-2], decodes(kwargs)
 
     return hook
+
+
+def decodes(kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are the arguments of a decoding step."""
+    return isinstance(kwargs.get("fulltilt"), Decode)
 
 
 def gather_before(exchange: TokenExchange) -> Callable[..., Any]:
@@ -308,6 +324,7 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     if first.padding_idx is not None:
         first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
     first.forward = MethodType(embed_own(exchange, rows[0]), first)
+    body.register_forward_pre_hook(lambda body, args, kwargs: setattr(exchange, "decoding", decodes(kwargs)), with_kwargs=True)
     body.register_forward_hook(gather_output(exchange))
     # Functions, not methods: a copy of the model uses the same group.
     vocabulary = len(embeddings[-1].weight)
