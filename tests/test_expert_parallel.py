@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fulltilt.model import experts
 from fulltilt.model.experts import why_not_captured
-from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.parallel.cuts import Cut, even, legal_expert_sizes, require_legal_experts, why_not_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_table, make_expert_groups, split_experts
 from fulltilt.parallel.ranks import Ranks
@@ -98,7 +97,7 @@ class ExpertWorker:
         members = self.groups(case.ranks, case.size)[0]
         members.moved.clear()
         made = split_experts(build(case), members)
-        finish_experts(made.model, case)
+        finish(made.model, case)
         return ExpertSplit(copy.deepcopy(made.model), made.table, made.exchange) if case.copied else made
 
     def learn(self, case: ExpertCase) -> Found:
@@ -132,7 +131,7 @@ class ExpertWorker:
         before = dict(whole.named_parameters(remove_duplicate=False))
         members.moved.clear()
         made = split_experts(whole, members)
-        finish_experts(made.model, case)
+        finish(made.model, case)
         after = dict(made.model.named_parameters(remove_duplicate=False))
         learn(made.model, case, case.stream(self.all[case.ranks].rank))
         return {
@@ -156,13 +155,6 @@ class ExpertWorker:
             holder, tokens.split(counts)[own], chosen.split(counts)[own], shares.split(counts)[own],
             of_out.split(counts)[own] if case.gradient else None,
         )  # fmt: skip
-
-
-def finish_experts(model: Any, case: ExpertCase) -> None:
-    if case.fused:  # one product of queries, keys and values; experts are stacked already
-        assert fuse_and_compare(model.body if case.role == "critic" else model).left_alone is None
-    else:
-        finish(model, case)
 
 
 def make(member: devices.Member) -> ExpertWorker:
@@ -341,8 +333,6 @@ MATRIX = [
     ExpertCase("qwen3-moe", 2, {"mlp_only_layers": [0]}),
     ExpertCase("qwen3-moe", 4, {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
     *[ExpertCase("qwen3-moe", 2, role="critic", workers=workers) for workers in (2, 4)],
-    ExpertCase("qwen3-moe", 2, fused=True, dtype="float32"),
-    ExpertCase("mixtral", 2, fused=True, dtype="float32"),
     ExpertCase("mixtral", 2, copied=True, adapters=STACKED),
     *[ExpertCase("qwen3-moe", size, together=True) for size in (2, 4)],
 ]  # fmt: skip
@@ -352,7 +342,7 @@ MATRIX = [
 def test_workers_compute_what_one_process_does(pool: devices.Guests, case: ExpertCase) -> None:
     model = build(case)
     table = expert_table(model, case.size)
-    finish_experts(model, case)
+    finish(model, case)
     expected, found = learn(model, case), call(pool, "learn", case.ranks, case)
     tolerance, gap = TOLERANCE[case.dtype], 0.0
     for rank, own in enumerate(found):
