@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from fulltilt.model import lora
 from fulltilt.model.attention import UnsupportedModel
@@ -72,16 +73,16 @@ class ExpertSplit:
 
     model: torch.nn.Module
     table: SliceTable  # of all parameters: those of experts are cut, all others are whole
+    names: frozenset[str]  # the parameters that are cut: their gradients are those of the whole group's tokens
     exchange: ExpertExchange
 
     @property
     def ranks(self) -> Ranks:
         return self.exchange.ranks
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The parameters that are cut: their gradients are those of the whole group's tokens."""
-        return frozenset(name for name, cut in self.table.cuts.items() if not cut.shared)
+    def counted(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What this worker counts of a parameter's tensor in a norm over the workers of its group, which counts every number once."""
+        return [tensor] if name in self.names or self.ranks.rank == 0 else []
 
     @contextlib.contextmanager
     def equal_tokens(self) -> Iterator[None]:
@@ -97,7 +98,9 @@ class ExpertSplit:
 def split_experts(model: torch.nn.Module, ranks: Ranks) -> ExpertSplit:
     """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made."""
     assert not ranks.alone
-    found = ExpertSplit(model, expert_table(model, ranks.size), ExpertExchange(ranks))
+    table = expert_table(model, ranks.size)
+    names = frozenset(name for name, cut in table.cuts.items() if not cut.shared)
+    found = ExpertSplit(model, table, names, ExpertExchange(ranks))
     for _, layer in stacked_adapters(model):
         layer.num_experts //= ranks.size
     for _, module in expert_modules(model):
@@ -172,10 +175,19 @@ class ExpertExchange:
         received = exchange(sent, self.ranks)  # rows that come from each worker for each expert
         out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks)
-        numbers = torch.arange(experts, device=rows.device).repeat(size)
-        here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
-        results = here.unsort(run_sorted(module, here.sort(rows), here))
+        results = self._run_own(module, rows, received)
         return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks)), shares).to(hidden_states.dtype)
+
+    def _run_own(self, module: Any, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert, which is one of this worker's. Rows come in the order of workers and experts, as many as `received`
+        [size, experts] counts."""
+        experts = module.num_experts
+        if not len(rows):  # torch's grouped product needs a row on CUDA: this one has no expert
+            nothing = Route.of(received.new_full((1,), experts), experts, all_live=False)
+            return run_sorted(module, F.pad(rows, (0, 0, 0, 1)), nothing)[:0]
+        numbers = torch.arange(experts, device=rows.device).repeat(self.ranks.size)
+        here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
+        return here.unsort(run_sorted(module, here.sort(rows), here))
 
     def _run_gathered(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         experts, wide = module.num_experts, torch.promote_types(shares.dtype, torch.float32)
