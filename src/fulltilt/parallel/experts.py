@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fulltilt.model import lora
 from fulltilt.model.attention import UnsupportedModel
@@ -146,10 +147,19 @@ class ExpertExchange:
         received = exchange(sent, self.ranks)  # rows that come from each worker for each expert
         out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks)
-        numbers = torch.arange(experts, device=rows.device).repeat(size)
-        here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
-        results = here.unsort(run_sorted(module, here.sort(rows), here))
+        results = self._run_own(module, rows, received)
         return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks)), shares).to(hidden_states.dtype)
+
+    def _run_own(self, module: Any, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert, which is one of this worker's. Rows come in the order of workers and experts, as many as `received`
+        [size, experts] counts."""
+        experts = module.num_experts
+        if not len(rows):  # torch's grouped product needs a row on CUDA: this one has no expert
+            nothing = Route.of(received.new_full((1,), experts), experts, all_live=False)
+            return run_sorted(module, F.pad(rows, (0, 0, 0, 1)), nothing)[:0]
+        numbers = torch.arange(experts, device=rows.device).repeat(self.ranks.size)
+        here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
+        return here.unsort(run_sorted(module, here.sort(rows), here))
 
     def _run_gathered(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         experts, wide = module.num_experts, torch.promote_types(shares.dtype, torch.float32)
