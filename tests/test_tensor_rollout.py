@@ -27,23 +27,25 @@ from fulltilt.parallel.cuts import vocabulary_rows
 from fulltilt.parallel.tensor import member_layers
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.collect import collect
+from fulltilt.rollout.decode import WORK, CapturedStep, count_nothing
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.training.roles import Policy
 
-SAMPLED = Sampling(samples=3, max_new_tokens=12, temperature=0.8)
-GREEDY = Sampling(samples=1, max_new_tokens=12, temperature=0.0)
+SAMPLED = Sampling(samples=3, max_new_tokens=8, temperature=0.8)
+GREEDY = Sampling(samples=1, max_new_tokens=8, temperature=0.0)
 STOPS = replace(SAMPLED, stop=("a", "b", "cd", "7"))
 RESTRICTED = replace(SAMPLED, top_k=20, top_p=0.9)
-TIGHT = EngineLimits(blocks=11, block_tokens=4, max_seqs=5, max_batched_tokens=23)
+TIGHT = EngineLimits(blocks=11, block_tokens=4, max_seqs=7, max_batched_tokens=23)
 UNSHARED = EngineLimits(blocks=60, block_tokens=4, max_seqs=7, max_batched_tokens=31, prefix_sharing=False)
 WHOLE_PROMPTS = EngineLimits(blocks=60, block_tokens=4, max_seqs=7, max_batched_tokens=8, chunked_prefill=False)
 SAMPLINGS = {SAMPLED: "sampled", GREEDY: "greedy", STOPS: "stop strings", RESTRICTED: "top-k and top-p"}
 LIMITS = {ROOMY: "roomy", TIGHT: "tight", UNSHARED: "unshared", WHOLE_PROMPTS: "whole prompts"}
 WIDTH: Any = models.SMALL["hidden_size"]
 END = models.tokenizer().eos_token_id
+BURST_ROWS = int(1e8)  # so many that small models decode few steps in a row
 TOLERANCE = 1e-5  # of log-probs, which the engine gives in float32
 
 
@@ -72,10 +74,15 @@ class Generated:
     stats: EngineStats
     passes: list[int]  # tokens of each pass
     cache_bytes: int
+    eager_reason: str | None  # why no graphs are captured although they were asked for
 
 
-def generate(model: Any, case: Rollout, layers: Mapping[int, LayerShape]) -> Generated:
-    engine = NativeEngine(EngineContext(model, models.tokenizer(), frozenset({END}), layers, case.limits))
+def engine_on(model: Any, case: Rollout, layers: Mapping[int, LayerShape]) -> NativeEngine:
+    return NativeEngine(EngineContext(model, models.tokenizer(), frozenset({END}), layers, case.limits))
+
+
+def generate(engine: NativeEngine, case: Rollout) -> Generated:
+    model: Any = engine.runner.model
     passes: list[int] = []
     finished: list[int] = []
     with model.base_model.register_forward_pre_hook(lambda body, args, given: passes.append(given["input_ids"].numel()), with_kwargs=True):
@@ -84,7 +91,9 @@ def generate(model: Any, case: Rollout, layers: Mapping[int, LayerShape]) -> Gen
     rows = rows_of(groups)
     of_trainer = Policy("actor", model, case.sampling.temperature or 1.0).annotate(pack(rows, range(len(rows))))
     logprobs = np.concatenate([sample.logprobs for group in groups for sample in group.samples])
-    return Generated(groups, finished, logprobs, of_trainer.numpy(), engine.stats(), passes, engine.runner.held_bytes)
+    return Generated(
+        groups, finished, logprobs, of_trainer.numpy(), engine.stats(), passes, engine.runner.held_bytes, engine.decoder.eager_reason
+    )
 
 
 def prompts() -> list[Prompt]:
@@ -112,8 +121,28 @@ def hidden_rows(case: Case) -> torch.Tensor:
 class RolloutWorker(TensorWorker):
     """A member of a tensor-parallel group that generates."""
 
+    def engine(self, case: Rollout) -> NativeEngine:
+        return engine_on(self.split(case).model, case, member_layers(layers_of(build(case)), case.size))
+
     def generate(self, case: Rollout) -> Generated:
-        return generate(self.split(case).model, case, member_layers(layers_of(build(case)), case.size))
+        return generate(self.engine(case), case)
+
+    def generate_without_graphs(self, case: Rollout) -> Generated:
+        """The last member cannot capture a step, as none can on a CPU; to the others it seems that they could. Nor does gloo keep them from
+        trying."""
+        engine = self.engine(case)
+        assert not engine.decoder.graphs and "gloo" in str(engine.decoder.eager_reason)
+        engine.decoder.graphs = True
+        if self.rank % case.size < case.size - 1:
+            engine.decoder._pool = "memory"
+            engine.decoder._capture_with_room = lambda size, restricted: CapturedStep(None, count_nothing)  # type: ignore
+        return generate(engine, case)
+
+    def burst(self, case: Rollout) -> tuple[int, int]:
+        """Parameters of this member, and steps in a row as where they overlap with the host."""
+        decoder = self.engine(case).decoder
+        decoder.overlaps = True
+        return sum(parameter.numel() for parameter in decoder.model.parameters()), decoder.burst(BURST_ROWS)
 
     @torch.no_grad()
     def sampled_from(self, case: Case) -> dict[str, Any]:
@@ -173,7 +202,7 @@ def test_every_member_has_the_logits_of_all_tokens(pool: devices.Guests, case: C
 
 ONE_KEY = {"num_key_value_heads": 1}
 TIED = {"tie_word_embeddings": True, **UNEVEN}
-FORCED = {(0, 0): 1, (1, 2): 11, (3, 1): 12}
+FORCED = {(0, 0): 1, (1, 2): 7, (3, 1): 8}
 
 SHORT = [
     Rollout("qwen2", 2, TIED, fused=True, limits=TIGHT),
@@ -210,7 +239,7 @@ def test_members_draw_the_tokens_of_one_process(pool: devices.Guests, case: Roll
     whole = build(case)
     layers = layers_of(whole)
     finish(whole, case)
-    expected = generate(whole, case, layers)
+    expected = generate(engine_on(whole, case, layers), case)
     for own in call(pool, "generate", case):
         assert_same(own, expected)
         assert np.allclose(own.logprobs, own.of_trainer, rtol=0, atol=TOLERANCE)
@@ -221,6 +250,25 @@ def test_members_draw_the_tokens_of_one_process(pool: devices.Guests, case: Roll
     assert case.limits != TIGHT or (1 in expected.passes and any(tokens > 4 and tokens % 4 for tokens in expected.passes))
     samples = [sample for group in expected.groups for sample in group.samples]
     assert case.sampling != STOPS or any(sample.finish == "stop" and sample.ids[-1] != END for sample in samples)
+
+
+def test_members_have_graphs_all_or_none(pool: devices.Guests) -> None:
+    case = Rollout("qwen2", 2, limits=replace(ROOMY, cuda_graphs=True))
+    whole = build(case)
+    expected = generate(engine_on(whole, replace(case, limits=ROOMY), layers_of(whole)), case)
+    found = call(pool, "generate_without_graphs", case)
+    for own in found:
+        assert_same(own, expected)
+    reasons = [str(own.eager_reason) for own in found]
+    assert "by another member of the tensor-parallel group" in reasons[0] and "a step of the model cannot be captured:" in reasons[1]
+
+
+def test_members_decode_equally_long(pool: devices.Guests) -> None:
+    """Although the last one has fewer parameters."""
+    found = call(pool, "burst", Rollout("qwen2", 4, {"tie_word_embeddings": True, "vocab_size": 100}))
+    parameters, steps = zip(*found, strict=True)
+    assert parameters[-1] < parameters[0] and len({int(WORK / (own * BURST_ROWS)) for own in parameters}) > 1
+    assert set(steps) == {int(WORK / (max(parameters) * BURST_ROWS))}
 
 
 def own_share(layers: Mapping[int, LayerShape], size: int) -> float:

@@ -46,6 +46,7 @@ class VocabularyPart:
     gather: Callable[[torch.Tensor], torch.Tensor]  # a tensor of the same shape from each part -> [parts, *shape], in their order
     # While a CUDA graph is captured, collectives are not counted; each call of the function that it yields counts them once.
     counted_apart: Callable[[], AbstractContextManager[Callable[[], None]]]
+    not_captured: str | None = None  # why no CUDA graph can hold these functions
 
 
 @dataclass(frozen=True)

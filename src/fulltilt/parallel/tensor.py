@@ -53,6 +53,8 @@ from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
 from fulltilt.parallel.slices import body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
 
+THROUGH_THE_HOST = "the members of its tensor-parallel group exchange numbers through the host (gloo)"
+
 # ---- tokens between members ------------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +333,7 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     part = VocabularyPart(
         rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: ranks.sum(own),
         most=lambda own: exchange.most(own), gather=lambda own: exchange.stack(own), counted_apart=lambda: exchange.counted_apart(),
+        not_captured=THROUGH_THE_HOST if dist.get_backend(ranks.group) == "gloo" else None,
     )  # fmt: skip
     for each in (model, body):
         setattr(each, VOCABULARY_PART, part)

@@ -94,8 +94,8 @@ class Decoder:
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
         self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # of the batch
-        obstacle = why_not_captured(model) if self.graphs else None
-        if obstacle is not None:
+        obstacle = why_not_captured(model) or (self.head.part.not_captured if self.head.part else None)
+        if self.graphs and obstacle is not None:
             self._give_up_graphs(obstacle)
         self.reach(limits.longest)
 
