@@ -41,7 +41,9 @@ from fulltilt.memory.offload import absent
 from fulltilt.model.arrays import local
 from fulltilt.parallel import apply
 from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.cuts import CutTensor
 from fulltilt.parallel.parcels import Parcels
+from fulltilt.parallel.slices import join, take_part
 from fulltilt.proofs.pool import TeamCall
 
 SIZE = 4
@@ -101,17 +103,26 @@ class Notes:
                 found.update(np.ascontiguousarray(numbers).tobytes())
         return found.hexdigest()
 
-    def group(self) -> range:
-        """The workers, this one among them, that have every parameter once."""
+    def group(self) -> list[int]:
+        """The workers, this one among them, that have every parameter once, or every one of the same part of a model."""
         own = self.worker.ranks.number
         if not self.worker.shards:
-            return range(own, own + 1)
+            return [own]
         group = self.worker.shards[0].sharing.group
-        return range(own - group.rank, own - group.rank + group.size)
+        return [own + (rank - group.rank) * group.step for rank in range(group.size)]
 
     def copies(self) -> int:
         """Groups that share the parameters out, each among its own workers."""
-        return self.worker.ranks.size // self.worker.shards[0].sharing.group.size if self.worker.shards else 1
+        sharing = self.worker.shards[0].sharing if self.worker.shards else None
+        return sharing.everyone.size // sharing.group.size if sharing else 1
+
+    def parts(self) -> Parts:
+        """Which part of each role's model this worker has."""
+        found: dict[str, Any] = {role: own for role, each in self.worker.trainers.items() if (own := each.optimizer._divided)}
+        cuts = {role: {name: own.part.cut(name) for name in own.part.whole} for role, own in found.items()}
+        ranks = {own.part.ranks.rank for own in found.values()} or {self.worker.actor.tensor.rank if "actor" in self.worker.roles else 0}
+        (rank,) = ranks
+        return Parts(rank, cuts, apart=any(own.replicas for own in found.values()))
 
     def sampled_from(self) -> Whole | None:
         """The whole actor that a rollout engine has beside the shards; None where there is none with the latest weights."""
@@ -155,6 +166,33 @@ class Notes:
             return launch(steps)
 
         decoder.launch = late
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which part of each role's model a worker has."""
+
+    rank: int
+    cuts: dict[str, dict[str, CutTensor]]  # by role
+    apart: bool = False  # whether only some parameters are in parts, and all workers share out the others
+
+    def joined(self, role: str, parts: Sequence[Whole]) -> Whole:
+        """The whole of what the members have parts of, flat."""
+        found: Whole = {}
+        for name in parts[0]:
+            own = self.cuts[role][name]
+            shaped = [torch.from_numpy(each[name]).view(own.cut.shape(own.shape, rank)) for rank, each in enumerate(parts)]
+            found[name] = join(own.cut, shaped).reshape(-1).numpy()
+            for rank, part in enumerate(shaped):
+                assert torch.equal(take_part(own.cut, torch.from_numpy(found[name]).view(own.shape), rank), part), f"{name} differs"
+        return found
+
+    def undivided(self, role: str, each: Sequence[Whole], rank: int) -> Whole:
+        """The whole of what worker `rank` and the other members of its group have parts of."""
+        if role not in self.cuts:
+            return each[rank]
+        size = next(iter(self.cuts[role].values())).size
+        return self.joined(role, each[rank - self.rank : rank - self.rank + size])
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -393,7 +431,7 @@ class Noted:
     skipped: list[dict[str, int]]
     moved: list[dict[str, int]]
     sampled_from: list[Whole | None]
-    groups: list[range]  # the workers that have every parameter once
+    groups: list[list[int]]  # the workers that have every parameter once, or the same part of each
     loaded: list[Whole]  # parameters of the actor, before the first step; where they are shared out, those of the worker's group
     parameters: list[Whole]  # the same, at the end
     digests: list[str]  # where parameters are shared out, of the worker's group
@@ -456,15 +494,26 @@ class Pool:
             found = getattr(self._alone, name)
             return [found(*args) if callable(found) else found]
 
-        each, digests, groups = ask("gradients"), ask("digest"), [group or range(rank, rank + 1) for rank, group in enumerate(ask("group"))]
+        each, digests, groups = ask("gradients"), ask("digest"), [group or [rank] for rank, group in enumerate(ask("group"))]
         steps = {role: [own[role] for own in each if own and role in own] for own in filter(None, each) for role in own}
+        holding = {role: [rank for rank, own in enumerate(each) if own and role in own] for role in steps}
         counted = list(zip(ask("copies"), each, strict=True))
         copies = {role: max(count for count, own in counted if own and role in own) for role in steps}
-        gradients = {role: [joined(list(pieces), copies[role]) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
+        parts: list[Parts] = [own or Parts(0, {}) for own in ask("parts")]
+        gradients = {
+            role: [gathered(role, list(pieces), copies[role], [parts[rank] for rank in holding[role]]) for pieces in zip(*own, strict=True)]
+            for role, own in steps.items()
+        }
         begin, end = ([joined([pieces[rank] or {} for rank in group]) for group in groups] for pieces in (ask("loaded"), ask("parameters")))
+        begin, end = ([own.undivided("actor", each, rank) for rank, own in enumerate(parts)] for each in (begin, end))
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
-        asked = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
-        return Noted(*asked, groups, begin, end, names, gradients)
+        names = ["".join(names[rank - own.rank : rank - own.rank + size]) for rank, own in enumerate(parts) for size in [own_size(own)]]
+        restored, states, skipped, moved, engines = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
+        sampled = [
+            own.undivided("actor", engines, rank) if each and not own.apart else each
+            for rank, (own, each) in enumerate(zip(parts, engines, strict=True))
+        ]
+        return Noted(restored, states, skipped, moved, sampled, groups, begin, end, names, gradients)
 
     def held(self, workers: int) -> list[dict[str, int]]:
         """Bytes of each kind that the workers of the last run hold now."""
@@ -494,6 +543,20 @@ class Pool:
 def for_workers(count: int, overrides: Sequence[str]) -> list[str]:
     """The settings of a run with so many workers. A single one refuses those that would have no effect."""
     return [f"cluster.workers={count}", *(each for each in overrides if count > 1 or not each.startswith("train.balance="))]
+
+
+def own_size(own: Parts) -> int:
+    return max((cut.size for cuts in own.cuts.values() for cut in cuts.values()), default=1)
+
+
+def gathered(role: str, pieces: Sequence[Pieces], copies: int, parts: Sequence[Parts]) -> Whole:
+    """What all workers of a role have together: pieces of the whole, or of their part of it."""
+    size, cuts = own_size(parts[0]), parts[0].cuts.get(role, {})
+    common = {name for name, cut in cuts.items() if parts[0].apart and cut.cut.shape(cut.shape, 0) == cut.shape}
+    of_all = joined([{name: each for name, each in own.items() if name in common} for own in pieces], copies)
+    others = [{name: each for name, each in own.items() if name not in common} for own in pieces]
+    each = [joined([own for own, part in zip(others, parts, strict=True) if part.rank == rank], copies) for rank in range(size)]
+    return {**of_all, **parts[0].undivided(role, each, 0)}
 
 
 def joined(pieces: Sequence[Pieces], copies: int = 1) -> Whole:

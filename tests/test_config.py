@@ -472,7 +472,7 @@ def test_other_spellings_are_refused(run: dict[str, dict[str, Any]], override: s
         ("algorithm.temperature", "rollout.temperature"),
         ("run.stepz", "run.steps"),
         ("train.recomputed", "train.recompute"),
-        ("train.tensor_paralel", "train.tensor_parallel, which is a knob not built in this version: remove it"),
+        ("train.pipeline_paralel", "train.pipeline_parallel, which is a knob not built in this version: remove it"),
     ],
 )
 def test_unknown_keys_name_the_nearest(run: dict[str, dict[str, Any]], key: str, nearest: str) -> None:
@@ -782,7 +782,7 @@ def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> No
         "nonsense",
         "rollout.max_seq=4",
         "actor_rollout_ref.rollout.n=4",
-        "train.tensor_parallel=2",
+        "train.pipeline_parallel=2",
         "train.recompute=some",
         "train.recompute_layers=2",
         "train.lr=-1",
@@ -793,7 +793,7 @@ def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> No
         "nonsense:",
         "rollout.max_seq:",
         "actor_rollout_ref.rollout.n:",
-        "train.tensor_parallel:",
+        "train.pipeline_parallel:",
         "train.lr:",
         "train.recompute:",
         "data.train:",

@@ -96,20 +96,21 @@ def assert_same_gradients(found: devices.Noted, expected: devices.Noted, toleran
     return largest
 
 
-def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6) -> None:
+def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6, absolute: float = 1e-9) -> None:
     mine, theirs = (
         [{name: value for name, value in line.items() if not name.startswith(DEALT)} for line in runs.metrics(each)]
         for each in (found, expected)
     )
     assert [line.keys() for line in mine] == [line.keys() for line in theirs]
     for one, other in zip(mine, theirs, strict=True):
-        assert one == pytest.approx(other, rel=tolerance, abs=1e-9)
+        assert one == pytest.approx(other, rel=tolerance, abs=absolute)
 
 
-def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *overrides: str) -> devices.Noted:
+def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *overrides: str, absolute: float = 1e-9) -> devices.Noted:
+    """`absolute`: by how much metrics near zero may differ."""
     _, noted = pool.train(folder, workers, *overrides)
     assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")  # tokens, texts and scores
-    assert_same_metrics(folder, expected)
+    assert_same_metrics(folder, expected, absolute=absolute)
     assert len(set(noted.digests)) == 1, "the workers' parameters differ"
     for weights, whole in zip(noted.sampled_from, noted.parameters, strict=True):
         assert weights is None or same_bits(weights, whole), "the engine has other weights than the trainer"

@@ -1,13 +1,15 @@
 """What only a CUDA device can show: the flash kernels, bf16 agreement of engine and trainer, of critics, reward models and adapters,
-deterministic resume.
+collectives in captured graphs, deterministic resume.
 
 pytest tests/test_gpu.py -m gpu            FULLTILT_REPORT=FILE.json also writes the figures that docs/performance.md quotes
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import runs
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from test_lora import settings, stir
 from test_scalar import classifier
@@ -31,7 +34,9 @@ from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, without_adapters
 from fulltilt.model.scalar import load_scalar
 from fulltilt.model.verify import packed_logprobs, verify
-from fulltilt.records import Prompt, Row
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.tensor import member_layers, split
+from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
@@ -166,6 +171,55 @@ def test_samples_decode_as_training_computes(hidden: int, inner: int, heads: int
     gap = float(np.concatenate(gaps).mean())
     report(f"bf16/few/{hidden}/{rows}", {"mean_abs_logprob_gap": gap, "tokens": sum(map(len, gaps))})
     assert gap < 1e-6  # the log-probs' own rounding in float32; one other bit in a layer makes a thousand times that
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[Ranks]:
+    """NCCL with a single member: its collectives are kernels on the device, as those of many."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield Ranks(0, 1, dist.group.WORLD)
+    gc.collect()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen3", *A_FEW])
+def test_graphs_hold_the_collectives_of_a_tensor_parallel_group(family: str, group_of_one: Ranks, model_folders) -> None:
+    """A group of one computes what the plain model does, by the same kernels on the same numbers, with its collectives in between."""
+    folder = model_folders(family)
+    random = np.random.default_rng(1)
+    prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(1, 60))), text="") for i in range(12)]
+    limits = EngineLimits(1000, 16, 256, 4096, cuda_graphs=True, graphs_required=True)
+    plain, divided = (load_model(ModelConfig(path=str(folder), dtype="bfloat16"), GPU) for _ in range(2))
+    layers, moved = verify(plain), group_of_one.moved
+    split(divided, group_of_one)
+    for model in (plain, divided):
+        fuse_and_compare(model)
+    tokenizer, ends = models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer())
+    engines = [
+        NativeEngine(EngineContext(model, tokenizer, ends, shapes, limits))
+        for model, shapes in ((plain, layers), (divided, member_layers(layers, 1)))
+    ]
+
+    def draw(engine: NativeEngine, sampling: Sampling) -> tuple[Group, ...]:
+        return collect(engine.generate, prompts, sampling, 7, lambda group: None)
+
+    try:
+        for sampling in (Sampling(samples=4, max_new_tokens=48), Sampling(samples=2, max_new_tokens=20, top_k=20, top_p=0.9)):
+            expected, found = (draw(engine, sampling) for engine in engines)
+            decoder, before = engines[1].decoder, dict(moved)
+            captures = decoder.captures
+            assert captures > 0 and decoder.eager_reason is None
+            again = draw(engines[1], sampling)
+            assert decoder.captures == captures and all(moved[kind] > before[kind] for kind in ("all-gather", "all-reduce"))
+            for group, same, twin in zip(found, expected, again, strict=True):
+                for one, other, repeated in zip(group.samples, same.samples, twin.samples, strict=True):
+                    assert one.ids.tolist() == other.ids.tolist() == repeated.ids.tolist()
+                    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    finally:
+        for engine in engines:  # NCCL waits at its end until no graph holds its kernels
+            engine.decoder._captured.clear()
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])

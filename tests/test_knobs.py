@@ -69,6 +69,8 @@ BUILT = {
     "reward_model.forward_token_budget": 2048,
     "train.balance": False,
     **{f"{section}.sequence_parallel": 2 for section in ("train", "ref", "critic", "reward_model")},
+    "train.tensor_parallel": 2,
+    "train.expert_parallel": 2,
     "train.shard": "full",
     "train.shard_size": 2,
     "train.reshard_after_forward": False,

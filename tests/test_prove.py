@@ -50,7 +50,10 @@ OF_TRAIN = {
     "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
-    **{key: {"sft"} for key in ("balance", "shard", "shard_size", "reshard_after_forward", "forward_prefetch")},
+    **{
+        key: {"sft"}
+        for key in ("balance", "tensor_parallel", "expert_parallel", "shard", "shard_size", "reshard_after_forward", "forward_prefetch")
+    },
 }
 
 
@@ -108,7 +111,7 @@ def test_what_is_built_and_no_part_of_the_algorithm_is_to_be_proved() -> None:
 def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations are whole, and no role refuses them: as far as that can be seen without a device."""
     monkeypatch.setattr(ProofSetup, "_two_nodes", lambda self: "10.0.0.1:6379")
-    monkeypatch.setattr(setup, "make_model", lambda model, folder, scalar: folder.mkdir() or (folder / "config.json").touch())
+    monkeypatch.setattr(setup, "make_model", lambda model, folder, scalar=False: folder.mkdir() or (folder / "config.json").touch())
     for case in all_cases(on_cuda):
         for number, step in enumerate(case.steps):
             if not (case.off_is_refused and number == 0):
@@ -219,7 +222,7 @@ def test_names_in_any_spelling() -> None:
         ("algorithm.epochs", "algorithm.epochs: is part of the algorithm"),
         ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
-        ("train.tensor_parallel", "train.tensor_parallel: is not built in this version"),
+        ("train.pipeline_parallel", "train.pipeline_parallel: is not built in this version"),
     ],
 )
 def test_what_cannot_be_proved_is_a_mistake(name: str, words: str) -> None:

@@ -24,10 +24,11 @@ from fulltilt.algo.advantage import exact_parts, whitened
 from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.samples import GATHERED
 from fulltilt.observe.metrics import RowSums
-from fulltilt.parallel.layout import UNSHARDED
+from fulltilt.parallel.layout import Sharding
 from fulltilt.parallel.parcels import pack_numbers, pack_rows, unpack_numbers, unpack_rows
-from fulltilt.parallel.traffic import WHITENING, Exchange, RowTraffic, Trip, predict
+from fulltilt.parallel.traffic import WHITENING, Exchange, RoleWork, RowTraffic, SequenceWork, Stream, Trip, predict
 from fulltilt.records import Row
+from fulltilt.shape import Shape
 
 ModelFolders = Callable[[str], Path]
 Pool = devices.Pool
@@ -110,19 +111,40 @@ def test_a_run_is_the_one_whose_samples_pass_through_the_driver(
 
 
 # Numbers for each token that a row has in an update: rollout, old and reference log-probs, values, advantages, returns.
-FIELDS = {"grpo": 4, "ppo": 6, "judged": 4}
+FIELDS = {"grpo": 4, "ppo": 6, "judged": 4, "shared": 6}
+SHARED = (*CASES["ppo"], "train.sequence_parallel=2", "critic.sequence_parallel=1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Brought:
+    """Rows that the driver has had workers exchange."""
+
+    trips: list[Trip]
+    whole: bool  # whether they went with all their numbers, for an update
+    sharing: int  # workers that compute a micro-batch together
+    streams: list[list[Stream]]  # the micro-batches of each group of them
+
+    def exchange(self, fields: int) -> Exchange:
+        return Exchange(self.trips, fields=fields if self.whole else 0, returns=not self.whole)
+
+    def work(self, shape: Shape, epochs: int) -> RoleWork:
+        """The passes, of a role of which nothing but streams is known."""
+        updates, scored = ([own * epochs for own in self.streams], ()) if self.whole else ((), self.streams)
+        return RoleWork((), 4, sequence=SequenceWork(shape, self.sharing, updates, scored))
 
 
 @pytest.fixture
-def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[list[Trip], bool]]]:
-    """What the driver has had workers exchange, by steps: the ways of rows, and whether they went with all their numbers."""
-    found: list[list[tuple[list[Trip], bool]]] = [[]]
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[list[Brought]]:
+    """What the driver has had workers exchange, by steps."""
+    found: list[list[Brought]] = [[]]
     bring, metrics = Crew._bring, Crew.metrics
 
     def noting(crew: Crew, role: str, purpose: str, rows: Any, micro_batches: Any, *, whole: bool) -> Any:
-        workers = zip(crew._ranks_of(role), micro_batches, strict=True)
-        trips = [Trip(rows[index].tokens, rows[index].home, rank) for rank, own in workers for indices in own for index in indices]
-        found[-1].append((trips, whole))
+        workers, sharing = zip(crew._ranks_of(role), micro_batches, strict=True), crew._sharing[role]
+        given = [(rank, rows[index]) for rank, own in workers for indices in own for index in indices]
+        trips = [Trip(row.tokens, row.home, rank, tells=rank % sharing == 0) for rank, row in given]
+        streams = [[Stream(sum(rows[index].tokens for index in indices), ()) for indices in own] for own in micro_batches[::sharing]]
+        found[-1].append(Brought(trips, whole, sharing, streams))
         return bring(crew, role, purpose, rows, micro_batches, whole=whole)
 
     def ending(crew: Crew) -> Any:
@@ -135,22 +157,26 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[list[Trip], bo
 
 
 @pytest.mark.parametrize(
-    ("case", "workers"), [("ppo", 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (("grpo", 4), ("judged", 2)))]
+    ("case", "workers"),
+    [("ppo", 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (("grpo", 4), ("judged", 2), ("shared", 4)))],
 )
 def test_rows_that_go_between_workers_take_the_bytes_that_are_predicted(
-    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, exchanged: list[list[Any]], case: str, workers: int
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, exchanged: list[list[Brought]], case: str, workers: int
 ) -> None:
+    """Also where a row goes to several workers that compute it together ("shared"), which exchange parts of it meanwhile."""
     folder = make(tmp_path / "there", model_folders("qwen2"))
     if case == "judged":
         make_judge(model_folders("qwen2"), tmp_path / "judge")
+    settings = SHARED if case == "shared" else CASES[case]
     with apart(pool_of_devices):
-        pool_of_devices.train(folder, workers, *QUIET, "run.steps=2", "run.save_every=0", *CASES[case])
+        pool_of_devices.train(folder, workers, *QUIET, "run.steps=2", "run.save_every=0", *settings)
     lines, steps = [line for line in runs.metrics(folder) if line["step"]], [own for own in exchanged if own]
+    shape, epochs = Shape.read(model_folders("qwen2")), runs.read_config(folder, *settings).algorithm.epochs
     for line, own in zip(lines, steps, strict=True):
-        assert any(trip.home != trip.computed for trips, _ in own for trip in trips)
-        exchanges = [Exchange(trips, fields=FIELDS[case] if whole else 0, returns=not whole) for trips, whole in own]
-        traffic = RowTraffic(workers, exchanges, WHITENING if case == "ppo" else 0)
-        assert line["communication/all_to_all_bytes"] == predict([], UNSHARDED, traffic)["all-to-all"]
+        assert any(trip.home != trip.computed for each in own for trip in each.trips)
+        traffic = RowTraffic(workers, [each.exchange(FIELDS[case]) for each in own], WHITENING if case in ("ppo", "shared") else 0)
+        predicted = predict([each.work(shape, epochs) for each in own], Sharding(workers=workers, group=workers), traffic)
+        assert line["communication/all_to_all_bytes"] == predicted["all-to-all"]
 
 
 def test_rows_survive_the_way() -> None:

@@ -5,6 +5,7 @@ The four processes of the pool of workers serve all (tests/devices.py): groups o
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import threading
@@ -70,7 +71,7 @@ class Case:
     together: bool = False  # one backward pass for all micro-batches
 
     def __str__(self) -> str:
-        plain = Case(self.family, self.size)
+        plain = type(self)(self.family, self.size)
         odd = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
         return " ".join([self.family, str(self.size), *odd])
 
@@ -160,9 +161,9 @@ class Found:
     gradients: dict[str, np.ndarray]
 
 
-def learn(model: Any, case: Case) -> Found:
+def learn(model: Any, case: Case, micro_batches: Sequence[MicroBatch] = MICRO_BATCHES) -> Found:
     numbers, losses = [], []
-    for micro in MICRO_BATCHES:
+    for micro in micro_batches:
         if case.role == "critic":
             results = [Critic("critic", model).run(micro)]
         else:
@@ -186,7 +187,8 @@ class TensorWorker:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
-        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+        alone = [dist.new_group([each]) for each in range(size)]
+        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2], 1: alone[rank]}
 
     def split(self, case: Case) -> TensorSplit:
         found = split(build(case), Ranks(self.rank % case.size, case.size, self.groups[case.size]))
@@ -199,10 +201,16 @@ class TensorWorker:
     def sum_shared(self, case: Case) -> dict[str, np.ndarray]:
         """The gradients after those of shared numbers were summed."""
         made = self.split(case)
-        gradients = {name: torch.from_numpy(gradient) for name, gradient in learn(made.model, case).gradients.items()}
-        made.sum_shared(gradients)
-        square = sum(float(part.square().sum()) for name, gradient in gradients.items() for part in made.counted(name, gradient))
-        return {**{name: gradient.numpy() for name, gradient in gradients.items()}, "square": np.array(square)}
+        found = {name: torch.from_numpy(gradient) for name, gradient in learn(made.model, case).gradients.items()}
+        gradients = {name: gradient.reshape(-1) for name, gradient in found.items()}
+        # In two parts, as where workers share out the numbers of a part.
+        halves = [slice(0, 7), slice(7, None)]
+        for half in halves:
+            made.sum_shared({name: own[half] for name, own in gradients.items()}, dict.fromkeys(gradients, half))
+        square = sum(
+            float(made.norm({name: own[half] for name, own in gradients.items()}, dict.fromkeys(gradients, half))) ** 2 for half in halves
+        )
+        return {**{name: own.view(found[name].shape).numpy() for name, own in gradients.items()}, "square": np.array(square)}
 
     def parts(self, case: Case) -> dict[str, Any]:
         """This member's parameters, and what passes show of it."""
@@ -351,19 +359,25 @@ LOGITS = [LogitShape(), LogitShape(scale=0.4), LogitShape(scale=2.0, cap=1.5)]
 
 
 class Threads:
-    """Members of a group in threads of this process, with sums and maxima over all of them."""
+    """Members of a group in threads of this process, with sums, maxima and tensors of all of them."""
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
 
     def part(self, rank: int, start: int) -> VocabularyPart:
-        def over_all(reduce: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+        def stack(tensor: torch.Tensor) -> torch.Tensor:
             self.given[rank] = tensor.detach().clone()
             self.barrier.wait()
-            tensor.copy_(reduce(torch.stack(self.given)))
+            found = torch.stack(self.given)
             self.barrier.wait()
+            return found
 
-        return VocabularyPart(start, VOCABULARY, partial(over_all, lambda all_: all_.sum(0)), partial(over_all, lambda all_: all_.amax(0)))
+        def over_all(reduce: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+            tensor.copy_(reduce(stack(tensor)))
+
+        most, total = partial(over_all, lambda all_: all_.amax(0)), partial(over_all, lambda all_: all_.sum(0))
+        each, apart = BOUNDS[1], partial(contextlib.nullcontext, lambda: None)
+        return VocabularyPart(start, VOCABULARY, each, sum=total, most=most, gather=stack, counted_apart=apart)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.size) as pool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,40 @@ import devices
 import numpy as np
 import pytest
 import runs
+import test_tensor_parallel as tensor
 import torch
 
+from fulltilt.batching.schedule import distribute, fixed, split_minibatches
 from fulltilt.bench import scaling
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.making import decided
 from fulltilt.cluster.sizes import parameter_sizes
+from fulltilt.footprint import HeadOptions
+from fulltilt.memory.recompute import apply_recompute
+from fulltilt.model.load import shape_of
+from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
+from fulltilt.parallel.sequence import SequenceGroup
+from fulltilt.parallel.traffic import (
+    FILLER,
+    Reads,
+    RoleWork,
+    SequenceWork,
+    Stream,
+    predict,
+    sent_bytes,
+    shared_adapter_numbers,
+    shared_numbers,
+    tensor_pass,
+)
 from fulltilt.plan import Facts, loading_order
-from fulltilt.records import Row
+from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config
-from fulltilt.shape import SHAPES
+from fulltilt.shape import SHAPES, Recompute, Shape
+from fulltilt.training import roles
 from fulltilt.words import in_bytes
 
 ModelFolders = Callable[[str], Path]
@@ -81,7 +101,7 @@ def metrics_of_a_step(parts: RunParts) -> dict[str, float]:
         with parts.crew.phase(f"update-{role}"):
             updated = parts.crew.update(role, made_up_rows(), 0, lambda done, total: None)
         assert updated[f"{role}/updates"] == UPDATES and not updated[f"{role}/skipped_updates"]
-        if parts.crew.hosts.size > 1:
+        if parts.crew._count_parts(role) > 1:
             assert 0 < updated[f"timing_s/workers/update_{role}/mean"] <= updated[f"timing_s/workers/update_{role}/max"]
     with parts.crew.phase("old-logprob"):
         parts.crew.annotate("actor", "old_logprobs", made_up_rows(), lambda done, total: None)
@@ -176,25 +196,25 @@ def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: p
         return Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "train": train})
 
     given = config(SHAPES["32B"])
-    found = sizes.find_sharding(given, ["actor", "ref"], cuda, ranks, sampled=True)
+    found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(ranks), sampled=True)
     assert (found.shard, found.workers, found.group) == (shard, 16, 8 if shard == "hybrid" else 16)
     assert "of each device's" in found.why
     made = decided(given, found).train
     assert (made.shard, made.shard_size) == (shard, 8 if shard == "hybrid" else None)
     explicit = config(SHAPES["32B"], shard="hybrid", shard_size=2)
-    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Ranks(0, 4, beside=4, after=4), sampled=False)
+    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), sampled=False)
     assert of_critic == Sharding("hybrid", 4, 2)
     few = config(SHAPES["32B"], shard="hybrid", shard_size=8)
-    of_critic = sizes.find_sharding(few, ["critic"], cuda, Ranks(0, 4, beside=4, after=4), sampled=False)
+    of_critic = sizes.find_sharding(few, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), sampled=False)
     assert of_critic == Sharding("full", 4, 4)  # fewer than a group of the actor's has: they are one
     for before, expected in ((8, shard), (4, "full" if shard == "hybrid" else shard)):  # from the first worker of a machine, or not
-        found = sizes.find_sharding(given, ["actor", "ref"], cuda, Ranks(5, 16, beside=8, before=before), sampled=True)
+        found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(Ranks(5, 16, beside=8, before=before)), sampled=True)
         assert (found.shard, found.workers, found.group) == (expected, 16, 8 if expected == "hybrid" else 16)
     compiled = config(SHAPES["32B"], compile=True)
-    assert sizes.find_sharding(compiled, ["actor"], cuda, ranks, sampled=True).why == "train.compile is set"
+    assert sizes.find_sharding(compiled, ["actor"], cuda, Grid.of(ranks), sampled=True).why == "train.compile is set"
     strange = config({**SHAPES["32B"], "model_type": "cohere"})
-    assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, ranks, sampled=True).why
-    assert sizes.find_sharding(given, [], cuda, ranks, sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
+    assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, Grid.of(ranks), sampled=True).why
+    assert sizes.find_sharding(given, [], cuda, Grid.of(ranks), sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
 
 
 def test_large_models() -> None:
@@ -207,5 +227,180 @@ def test_large_models() -> None:
 
 def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
-    assert "\n".join(scaling.table()) in page
-    assert "\n".join(scaling.rows_table()) in page
+    for table in (scaling.table, scaling.layouts_table, scaling.long_table, scaling.rows_table):
+        assert "\n".join(table()) in page
+
+
+# ---- Ulysses -----------------------------------------------------------------------------------------------------------------------------
+
+TWO, FOUR = "train.sequence_parallel=2", "train.sequence_parallel=4"
+SEQUENCE_MODELS = {
+    **{name: MODELS[name] for name in ("tied", "experts", "lora", "ppo", "recompute", "selective", "fused", "whole")},
+    "first layer again": ("qwen2", ("train.recompute=full", "train.recompute_layers=1")),
+    "own sizes": ("qwen2", (*PPO, "critic.sequence_parallel=4")),
+    "four": ("qwen2", (FOUR,)),
+    "several rows": ("qwen2", ("actor.micro_batch=3",)),  # three passes without gradient for two groups, one of which runs a filler
+    "few": ("qwen2", ("actor.micro_batch=4",)),  # one micro-batch in a mini-batch
+}
+SEQUENCE_QUICK = {("recompute", "optimizer", 2), ("own sizes", "full", 4), ("few", "full", 4)}
+SEQUENCE_CASES = [
+    (model, shard, workers)
+    for model in SEQUENCE_MODELS
+    for shard in SHARDED
+    for workers in (2, 4)
+    if (shard == "hybrid" or model in ("own sizes", "four")) <= (workers == 4) and (model == "whole") <= (shard != "optimizer")
+]
+
+
+@dataclass(frozen=True)
+class DealtStreams:
+    """The streams that groups of workers share, without balance: micro-batches of so many neighbouring rows go to them in turn."""
+
+    samples: int
+    groups: int
+
+    def dealt(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[Stream]]:
+        """The streams of each group. The first 4 tokens of a row are its prompt."""
+        made = fixed([lengths[row] for row in rows], self.samples)
+        streams = [Stream.of([(4, lengths[rows[index]] - 4) for index in indices]) for indices in made]
+        return [[streams[place] for place in places] for places in distribute([1.0] * len(streams), self.groups, balance=False)]
+
+    def update(self, lengths: Sequence[int]) -> list[list[list[Stream]]]:
+        """Those of all optimizer steps: two mini-batches, twice."""
+        return [self.dealt(rows, lengths) for rows in split_minibatches(range(len(lengths)), 2)] * (UPDATES // 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "shard", "workers"),
+    [pytest.param(*case, marks=() if case in SEQUENCE_QUICK else pytest.mark.matrix) for case in SEQUENCE_CASES],
+)
+def test_workers_that_share_micro_batches_move_what_is_predicted(
+    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, model: str, shard: str, workers: int
+) -> None:
+    family, overrides = SEQUENCE_MODELS[model]
+    folder = runs.make(tmp_path / "run", model_folders(family))
+    alone = [each for each in overrides if "reshard" not in each and "parallel" not in each]
+    with pool_of_devices.assembled(folder, 1, *EACH_ROW, *alone) as parts:
+        learners = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
+        parameters = {role: parameter_sizes(learner) for role, learner in learners.items()}
+        itemsize = learners["actor"].dtype.itemsize
+    sharding = Sharding(shard, workers, 2 if shard == "hybrid" else workers, reshard=model != "whole")  # type: ignore[arg-type]
+    with pool_of_devices.assembled(folder, workers, *EACH_ROW, TWO, *SHARDED[shard], *overrides) as parts:
+        lengths, settings = [row.tokens for row in made_up_rows()], parts.plan.roles
+        metrics = metrics_of_a_step(parts)
+    work = []
+    for role, own in parameters.items():
+        size = settings[role].sequence_parallel
+        recompute = Recompute(settings[role].recompute, settings[role].recompute_layers, settings[role].recompute_method)
+        dealing = DealtStreams({"several rows": 3, "few": 4}.get(model, 1), workers // size)
+        steps, scored = dealing.update(lengths), dealing.dealt(range(ROWS), lengths) if role == "actor" else []
+        passes = sum(max(map(len, groups)) for groups in steps)
+        updates = [[stream for groups in steps for stream in groups[place]] for place in range(workers // size)]
+        reads: Reads = "entropy" if role == "actor" else "value"
+        sequence = SequenceWork(Shape.read(model_folders(family)), size, updates, scored, reads, recompute)
+        phases = [max(map(len, scored))] if scored else []
+        work.append(RoleWork(own, itemsize, UPDATES, passes, phases, synced=int(role == "actor"), sequence=sequence))
+    expected = predict(work, sharding)
+    assert expected.keys() == {*KINDS, "all-to-all"}
+    assert communication(metrics) == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
+
+
+def test_streams_in_parts() -> None:
+    two_rows = Stream.of([(4, 5), (3, 8)])  # 20 tokens; results are read at 3 to 7 and at 11 to 18
+    assert two_rows == Stream(20, [range(3, 8), range(11, 19)]) and two_rows.results == 13
+    assert [two_rows.most_results(size) for size in (1, 2, 3, 4, 8, 32)] == [13, 8, 5, 4, 3, 1]
+    assert FILLER.most_results(4) == 1 and Stream(5, []).most_results(2) == 0
+    assert Stream(len(roles.FILLER.ids), (range(0, 1),)) == FILLER and roles.FILLER.trained.tolist() == [1]
+    for micro, size in itertools.product(tensor.MICRO_BATCHES, (2, 3, 4)):
+        counts = roles.counts_of(micro, micro.trained - 1, SequenceGroup(Ranks(0, size)))
+        assert stream_of(micro).most_results(size) == max(counts)
+
+
+# ---- tensor parallelism ------------------------------------------------------------------------------------------------------------------
+
+
+class CountingMember(tensor.TensorWorker):
+    """A member of a tensor-parallel group that tells what its collectives move."""
+
+    def count(self, case: tensor.Case, recompute: Recompute) -> list[dict[str, int]]:
+        """In passes with gradient over all micro-batches, in one sum of shared gradients, and in passes without gradient."""
+        made, found = self.split(case), list[dict[str, int]]()
+        apply_recompute(made.model, recompute)
+        moved = made.ranks.moved
+        moved.clear()  # layers are compared when they are fused
+
+        def note() -> None:
+            found.append({kind: count for kind, count in moved.items() if count})
+            moved.clear()
+
+        gradients = tensor.learn(made.model, case).gradients
+        note()
+        made.sum_shared({name: torch.from_numpy(gradient).reshape(-1) for name, gradient in gradients.items()})
+        note()
+        model: Any = made.model
+        role = roles.Critic("critic", model) if case.role == "critic" else roles.Policy("actor", model, 0.8, options=case.options)
+        for micro in tensor.MICRO_BATCHES:
+            role.annotate(micro)
+        note()
+        return found
+
+
+def make_counting(member: devices.Member) -> CountingMember:
+    return CountingMember(member.rank, devices.SIZE)
+
+
+FULL, SELECTIVE = Recompute("full"), Recompute("selective")
+ONE_HEAD = {"num_key_value_heads": 1}
+TENSOR_CASES = [
+    (tensor.Case("qwen2", 2, tensor.UNEVEN, fused=True), Recompute("full", layers=2, method="uniform")),
+    (tensor.Case("gemma2", 4, dtype="float32"), FULL),
+    (tensor.Case("qwen3", 4, ONE_HEAD, adapters=tensor.ALL, fused=True), SELECTIVE),
+    (tensor.Case("qwen2", 2, role="critic"), Recompute()),
+]
+TENSOR_MATRIX = [
+    *[(tensor.Case(family, 2), FULL) for family in ("llama", "phi3", "qwen3-moe", "mixtral", "qwen2-moe", "gemma3", "granite", "smollm3")],
+    *[(tensor.Case(family, 4), SELECTIVE) for family in ("qwen2", "qwen3", "llama-tied", "mixtral", "gemma2")],
+    *[(tensor.Case(family, 4, ONE_HEAD, fused=fused), FULL) for family, fused in (("qwen2", True), ("qwen3", False), ("phi3", False))],
+    (tensor.Case("llama", 2, tensor.BIASED, adapters=tensor.ALL, fused=True), Recompute("full", layers=1)),
+    (tensor.Case("llama", 4, {**ONE_HEAD, **tensor.BIASED}), SELECTIVE),
+    (tensor.Case("phi3", 4, adapters=("qkv_proj", "gate_up_proj", "o_proj", "down_proj")), FULL),
+    (tensor.Case("qwen3-moe", 2, adapters=tensor.STACKED), FULL),
+    (tensor.Case("cohere", 4, {"num_key_value_heads": 4}, options=tensor.PLAIN, entropy="value"), Recompute()),
+    (tensor.Case("qwen2", 2, options=tensor.PLAIN, entropy="none"), Recompute()),
+    (tensor.Case("qwen2", 4, options=HeadOptions(recompute=False)), Recompute()),
+    (tensor.Case("qwen3-moe", 4, role="critic"), FULL),
+]
+
+
+def stream_of(micro: MicroBatch) -> Stream:
+    return Stream(len(micro.ids), [range(place - 1, place) for place in micro.trained.tolist()])
+
+
+@pytest.mark.parametrize(
+    ("case", "recompute"),
+    [*TENSOR_CASES, *(pytest.param(*each, marks=pytest.mark.matrix) for each in TENSOR_MATRIX)],
+    ids=lambda given: str(given) if isinstance(given, tensor.Case) else f"{given.kind} {given.layers}",
+)
+def test_members_of_a_tensor_parallel_group_move_what_is_predicted(
+    pool_of_devices: devices.Pool, case: tensor.Case, recompute: Recompute
+) -> None:
+    pool = devices.Guests(pool_of_devices, "test_traffic:make_counting")
+    found = pool.start("count", [(case, recompute)] * pool.size, what="count").results()
+    shape, itemsize = shape_of(tensor.build(case).config), getattr(torch, case.dtype).itemsize
+    scores = case.role == "critic"
+    learning: Reads = "value" if scores else "logprob" if case.entropy == "none" else "entropy"
+    learned, scored = Counter[str](), Counter[str]()
+    for stream in map(stream_of, tensor.MICRO_BATCHES):
+        learns: Any = "adapters" if case.adapters else "all"
+        learned += tensor_pass(shape, case.size, itemsize, stream, learning, learns=learns, recompute=recompute)
+        scored += tensor_pass(shape, case.size, itemsize, stream, "value" if scores else "logprob", learns="none")
+    assert [passes for passes, _, _ in found] == [learned] * pool.size
+    assert [passes for _, _, passes in found] == [scored] * pool.size
+    stacked = [name for name in case.adapters if name.startswith("experts.")]
+    if case.adapters:
+        shared = shared_adapter_numbers(shape, case.size, 2, [name for name in case.adapters if name not in stacked], stacked)
+    elif shape.family:
+        shared = shared_numbers(shape, case.size, score=shape.width + 1 if scores else 0)
+    else:
+        return  # a family whose parameters are not known without its weights
+    assert [summed for _, summed, _ in found] == [{"all-reduce": shared * itemsize}] * pool.size

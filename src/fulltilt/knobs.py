@@ -11,7 +11,7 @@ algorithm, and no tuner touches them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -62,9 +62,12 @@ def _planned(name: str, section: str, legal: str, must_change: str, auto: str, a
     return Knob(name, section, names.verl, names.chatlearn, legal, must_change, auto, built=False, note=note)
 
 
-def _sharded(native: str, alias: str, auto: str) -> Iterator[Knob]:
+_SHARDED = {"train": ("actor", "policy_trainer"), "ref": ("ref", "ref_policy")}
+
+
+def _sharded(native: str, alias: str, auto: str, sections: Iterable[str] = _SHARDED) -> Iterator[Knob]:
     note = "The guides' rule of thumb is about 4 billion parameters per GPU."
-    for section, role, model in (("train", "actor", "policy_trainer"), ("ref", "ref", "ref_policy")):
+    for section, (role, model) in ((section, _SHARDED[section]) for section in sections):
         aliases = f"ARR.{role}.megatron.{alias} | models.{model}.{alias}"
         yield _planned(f"{section}.{native}", TRAINING, _COUNT, "parameter or activation bytes per GPU", auto, aliases, note)
 
@@ -75,7 +78,7 @@ _PLANNED = (
         ROLLOUT,
         _COUNT,
         "weight bytes per GPU; number of replicas",
-        "the smallest that fits: data parallel beats tensor parallel",
+        "that of train.tensor_parallel",
         "ARR.rollout.tensor_{model_,}parallel_size | models.policy.tensor_model_parallel_size",
         "tensor_parallel_size is the guides' spelling; verl's key is tensor_model_parallel_size.",
     ),
@@ -96,10 +99,10 @@ _PLANNED = (
         "MEGATRON.*",
         "For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
     ),
-    *_sharded("tensor_parallel", "tensor_model_parallel_size", "1 within what fits; within a node"),
+    *_sharded("tensor_parallel", "tensor_model_parallel_size", "that of train.tensor_parallel", ["ref"]),
     *_sharded("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
     *_sharded("context_parallel", "context_parallel_size", "1 below 8k tokens"),
-    *_sharded("expert_parallel", "expert_model_parallel_size", "before expert-tensor"),
+    *_sharded("expert_parallel", "expert_model_parallel_size", "that of train.expert_parallel", ["ref"]),
     *_sharded("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
     *_sharded("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
 )

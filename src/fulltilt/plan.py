@@ -104,6 +104,11 @@ class RoleFacts:
         fused = wanted and config.train.compile is not True and shape.known_family().fused
         return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
 
+    def part(self, parts: int) -> RoleFacts:
+        """The facts of a worker that has one of so many parts of the model, which is not loaded."""
+        shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
+        return replace(self, shape=shape, parameter_bytes=self.parameter_bytes // parts, trained=self.trained // parts)
+
     def held(self, sharding: Sharding) -> Holdings:
         """What a worker holds of it in an update."""
         return held_bytes(self.known_sizes, sharding)
@@ -176,7 +181,8 @@ class Facts:
     decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
     not_captured: str | None = None  # why no CUDA graph can hold the model, as far as is known
     layers: str = ""  # whether the roles' layers run fused, in words
-    sharding: Sharding = UNSHARDED  # what workers share out
+    sharding: Sharding = UNSHARDED  # what workers share out, those with the same part of the models
+    parts: int = 1  # among how many workers each layer is divided
 
     @property
     def actor(self) -> RoleFacts:
@@ -560,7 +566,7 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
     evaluates = "actor" in models and not facts.actor.trained  # perhaps on other workers than the run that learned
     for role, model in models.items():
         keys = made.keys[role]
-        legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in model.shape.layers), facts.sharding.workers)
+        legal = sequence_sizes(own_heads(model.shape, facts.parts), facts.sharding.workers)
         given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, budgets)
         if given != "auto" and given not in legal and evaluates:
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
@@ -571,6 +577,11 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
             size = next((size for size in legal if -(-longest // size) <= most), legal[-1])
             made = made.decide(role, "sequence_parallel", size, f"the longest sample may have {longest} tokens, and a worker gets {most}")
     return made
+
+
+def own_heads(shape: Shape, parts: int) -> Iterator[tuple[int, int]]:
+    """Heads and key heads of each layer, of which a worker has one of so many parts."""
+    return ((layer.heads // parts, max(1, layer.key_heads // parts)) for layer in shape.layers)
 
 
 def sequence_key(config: Config, role: str) -> str:

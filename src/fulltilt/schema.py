@@ -599,6 +599,27 @@ class TrainConfig(Section):
     A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more tokens than the token
     budget of a micro-batch, the least that makes up for it. Note: training.sequence_parallel and ulysses_degree are one guide's spellings,
     not verl keys."""
+    tensor_parallel: Positive = _sharing(
+        1,
+        "parameter bytes of each worker",
+        "ARR.actor.megatron.tensor_model_parallel_size | models.policy_trainer.tensor_model_parallel_size",
+        used_if=_if_several,
+    )
+    """Neighbouring workers that hold one part each of every layer's matrices, and compute each layer together: some heads, columns and
+    tokens of the vocabulary each. For models too large for one device, in updates, passes and rollouts, of all roles. It divides the
+    number of workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what
+    `shard` and `sequence_parallel` share out, workers with the same part do. Note: The guides' rule of thumb is about 4 billion parameters
+    per GPU."""
+    expert_parallel: Positive = _sharing(
+        1,
+        "parameter bytes of each worker",
+        "ARR.actor.megatron.expert_model_parallel_size | models.policy_trainer.expert_model_parallel_size",
+        used_if=_if_several,
+    )
+    """Neighbouring workers that divide the experts of every layer among themselves, and send tokens to their experts: for
+    mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
+    the number of workers and of experts. Rollouts have all experts on every worker. With `shard` "optimizer" only, and without
+    `tensor_parallel`."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

@@ -223,14 +223,18 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()) -> int:
         """Numbers that adapters train. `targets`: ends of the names of linear layers; `stacked`: ends of those of stacked experts."""
+        return sum(rank * (inner + outer) * copies for _, _, (inner, outer, copies) in self.adapted(targets, stacked))
+
+    def adapted(
+        self, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()
+    ) -> Iterator[tuple[DecoderLayer, str, tuple[int, int, int]]]:
+        """The matrices that adapters are put on: layer, name, and size as in `products`."""
         linear = ("",) if targets == "all-linear" else tuple(f".{end}" for end in targets)
         of_experts = tuple(f".{end}" for end in stacked)
-        return sum(
-            rank * (inner + outer) * copies
-            for index, layer in enumerate(self.layers)
-            for name, (inner, outer, copies) in self.products(layer).items()
-            if f".model.layers.{index}.{name}".endswith(linear if copies == 1 else of_experts)
-        )
+        for index, layer in enumerate(self.layers):
+            for name, sizes in self.products(layer).items():
+                if f".model.layers.{index}.{name}".endswith(linear if sizes[2] == 1 else of_experts):
+                    yield layer, name, sizes
 
     def products(self, layer: DecoderLayer) -> dict[str, tuple[int, int, int]]:
         """The matrices of a layer that adapters can be put on: numbers in, numbers out, and how many lie in one parameter."""

@@ -1,6 +1,6 @@
 """What the collectives of a step cost at sizes that nobody can try here: the tables of docs/scaling.md.
 
-Enters: nothing; devices and the work of a step are in this file. Leaves: two tables on standard output, in Markdown. Guaranteed: bytes are
+Enters: nothing; devices and the work of a step are in this file. Leaves: four tables on standard output, in Markdown. Guaranteed: bytes are
 those of parallel/traffic.py and parallel/holdings.py, which equal what is counted; what `auto` chooses is that of the plan; arithmetic is
 that of batching/cost.py; nothing is loaded or measured.
 
@@ -9,18 +9,33 @@ that of batching/cost.py; nothing is loaded or measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.bench.roofline import DEVICES
+from fulltilt.parallel.cuts import legal_sizes
 from fulltilt.parallel.holdings import held_bytes, passing_bytes, twin_bytes
-from fulltilt.parallel.layout import UNSHARDED, Sharding, Sizes
-from fulltilt.parallel.traffic import WHITENING, Exchange, RoleWork, RowTraffic, Trip, predict, sent_bytes
-from fulltilt.plan import TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
+from fulltilt.parallel.layout import UNSHARDED, Sharding, Sizes, sequence_sizes
+from fulltilt.parallel.traffic import (
+    WHITENING,
+    Exchange,
+    RoleWork,
+    RowTraffic,
+    Stream,
+    Trip,
+    predict,
+    sent_bytes,
+    shared_numbers,
+    tensor_pass,
+    ulysses_pass,
+)
+from fulltilt.plan import RESERVE, TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
 from fulltilt.schema import Config
-from fulltilt.shape import Shape
+from fulltilt.shape import Recompute, Shape
 
 MODELS = ("0.5B", "7B", "32B", "70B")
 GPUS = (8, 64, 1024)
@@ -30,19 +45,24 @@ NETWORK = 400e9 / 8  # bytes per second of one adapter, in each direction
 MEMORY = int(141e9)  # bytes of an H200
 FLOPS, SHARE = DEVICES[r"\bH200\b"].flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
 SAMPLES, PROMPT, RESPONSE, UPDATES = 512 * 16, 512, 1536, 4  # samples of a step, tokens of each, optimizer steps
-ITEMSIZE = 2  # bfloat16
+ITEMSIZE, GRADIENT = 2, 4  # bytes of a number in bfloat16, and of its gradient
+GROUPS = (2, 4, 8)  # GPUs that share micro-batches or layers
+LONG_MODELS, LONG_TOKENS, LONG_RECOMPUTE = ("7B", "32B"), (32768, 131072), Recompute("full")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One model on some GPUs that share out what `sharding` says."""
+    """One model on some GPUs, in groups that share micro-batches (Ulysses) or layers (tensor parallelism); `sharding` says what GPUs with
+    the same part of every layer share out."""
 
     model: str
     sharding: Sharding
+    sequence: int = 1  # GPUs that share micro-batches
+    tensor: int = 1  # GPUs that share layers
 
     @property
     def gpus(self) -> int:
-        return self.sharding.workers
+        return self.sharding.workers * self.tensor
 
     @cached_property
     def shape(self) -> Shape:
@@ -50,7 +70,9 @@ class Scale:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return role_of(self.shape).known_sizes
+        """Of a GPU's part of every layer; norms, which all have, are nothing beside the rest."""
+        whole = role_of(self.shape).known_sizes
+        return tuple(replace(own, shape=(-(-own.count // self.tensor),)) for own in whole) if self.tensor > 1 else whole
 
     @cached_property
     def held_bytes(self) -> int:
@@ -67,21 +89,40 @@ class Scale:
 
     @cached_property
     def moved(self) -> Mapping[str, int]:
+        """Bytes of parameters and gradients."""
         tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
         passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # micro-batches in an optimizer step
         return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1)], self.sharding)
 
+    @cached_property
+    def moved_in_group(self) -> Mapping[str, int]:
+        """Bytes of what goes between the GPUs that share micro-batches or layers, of all samples of a step, as if each were a
+        micro-batch by itself: only padding depends on that."""
+        found, samples = Counter[str](), SAMPLES * self.sequence * self.tensor // self.gpus
+        stream = Stream.of([(PROMPT, RESPONSE)])
+        if self.sequence > 1:
+            found += ulysses_pass(self.shape, self.sequence, ITEMSIZE, stream, "entropy", learns=True)
+        if self.tensor > 1:
+            found += tensor_pass(self.shape, self.tensor, ITEMSIZE, stream, "entropy")
+        shared = UPDATES * GRADIENT * shared_numbers(self.shape, self.tensor) if self.tensor > 1 else 0
+        return Counter({kind: samples * count for kind, count in found.items()}) + Counter({"all-reduce": shared})
+
+    @cached_property
+    def group_s(self) -> float:
+        """Time of the collectives within groups, which are on one machine."""
+        return sent_bytes(self.moved_in_group, self.sequence * self.tensor) / NVLINK
+
     def collectives_s(self, adapters: int) -> float:
         """`adapters`: to the network, of each machine. A ring passes through every machine once for each of its adapters, and through all
-        GPUs of the machine: the slower of the two links decides. Groups of a machine's GPUs use NVLink; what goes between groups goes
-        through a GPU's own part of the adapters."""
+        GPUs of the machine: the slower of the two links decides. Rings of GPUs with different parts of layers share the adapters. Groups of
+        a machine's GPUs use NVLink; what goes between groups goes through a GPU's own part of the adapters."""
         if self.sharding.shard == "hybrid":
             between = {"all-reduce": self.moved["all-reduce"]}
             inside = {kind: count for kind, count in self.moved.items() if kind not in between}
-            outside = sent_bytes(between, self.gpus // self.sharding.group) / (adapters * NETWORK / OF_MACHINE)
-            return sent_bytes(inside, self.sharding.group) / NVLINK + outside
-        speed = NVLINK if self.gpus <= OF_MACHINE else min(NVLINK, adapters * NETWORK)
-        return sent_bytes(self.moved, self.gpus) / speed
+            outside = sent_bytes(between, self.sharding.workers // self.sharding.group) / (adapters * NETWORK / OF_MACHINE)
+            return sent_bytes(inside, self.sharding.group) / NVLINK + outside + self.group_s
+        speed = NVLINK if self.gpus <= OF_MACHINE else min(NVLINK, adapters * NETWORK / self.tensor)
+        return sent_bytes(self.moved, self.sharding.workers) / speed + self.group_s
 
 
 def role_of(shape: Shape) -> RoleFacts:
@@ -117,12 +158,154 @@ def binding(scale: Scale) -> str:
         return "memory: it does not fit"
     compute, fast, slow = scale.compute_s, scale.collectives_s(OF_MACHINE), scale.collectives_s(1)
     if fast > compute:
-        return "the network"
+        return "NVLink" if scale.gpus <= OF_MACHINE or scale.group_s > fast / 2 else "the network"
     return (
         "arithmetic"
         if slow < compute / 4 or scale.gpus <= OF_MACHINE
         else f"arithmetic; with 1 adapter {'the network' if slow > compute else 'both'}"
     )
+
+
+def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
+    """Groups that share micro-batches or layers, by name, each with the first way to share out parameters that leaves a fifth of a GPU
+    free, or else with the one that takes least."""
+    shape = Shape.named(model)
+    for size in groups_of(shape):
+        yield f"Ulysses {size}", first_that_fits(Scale(model, sharding, sequence=size) for sharding in shardings(gpus))
+    for size in (size for size in GROUPS if size in legal_sizes(shape)):
+        yield f"tensor {size}", first_that_fits(Scale(model, sharding, tensor=size) for sharding in shardings(gpus, size))
+
+
+def groups_of(shape: Shape) -> list[int]:
+    """How many GPUs of a machine may share a micro-batch."""
+    legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in shape.layers), OF_MACHINE)
+    return [size for size in GROUPS if size in legal]
+
+
+def shardings(gpus: int, tensor: int = 1) -> Iterator[Sharding]:
+    """Those of GPUs with the same part of every layer. A group of `hybrid` is those of a machine."""
+    workers, group = gpus // tensor, OF_MACHINE // tensor
+    yield Sharding("optimizer", workers, workers)
+    if group > 1 and gpus > OF_MACHINE:
+        yield Sharding("hybrid", workers, group)
+    if workers > 1:
+        yield Sharding("full", workers, workers)
+
+
+def first_that_fits(given: Iterable[Scale]) -> Scale:
+    found = list(given)
+    return next((scale for scale in found if scale.held_bytes <= (1 - RESERVE) * MEMORY), min(found, key=lambda scale: scale.held_bytes))
+
+
+def layouts_table() -> Iterator[str]:
+    """A row for each layout, with the numbers at 8, 64 and 1,024 GPUs side by side."""
+    heads = ["model", "layout", "`train.shard`", "held, GB", "moved within groups, GB", "moved for parameters, GB"]
+    heads += ["passes, s", "collectives, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for model in MODELS:
+        for (name, *_), found in (zip(*columns, strict=True) for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True)):
+            counts = [(scale.held_bytes, sum(scale.moved_in_group.values()), sum(scale.moved.values())) for scale in found]
+            times = [(scale.compute_s, scale.collectives_s(OF_MACHINE)) for scale in found]
+            cells = [[scale.sharding.shard for scale in found]]
+            cells += [[f"{count / 1e9:,.0f}" for count in column] for column in zip(*counts, strict=True)]
+            cells += [[in_seconds(seconds).removesuffix(" s") for seconds in column] for column in zip(*times, strict=True)]
+            yield f"| {' | '.join([model, name, *map(side_by_side, cells), *map(binding, found)])} |"
+
+
+def side_by_side(cells: Sequence[str]) -> str:
+    return cells[0] if len({*cells}) == 1 else " / ".join(cells)
+
+
+# ---- long samples ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LongSamples:
+    """A step of as many tokens as that of `Scale`, in samples of `tokens` tokens each, with recomputed layers."""
+
+    model: str
+    tokens: int
+    sequence: int
+    gpus: int = 64
+
+    @cached_property
+    def scale(self) -> Scale:
+        (found,) = (scale for scale, chosen in scales(self.model, self.gpus) if chosen)
+        return found
+
+    @property
+    def samples(self) -> int:
+        """Of an optimizer step."""
+        return SAMPLES * (PROMPT + RESPONSE) // self.tokens // UPDATES
+
+    def working_gpus(self, gpus: int) -> int:
+        """GPUs that have a part of a sample, in an optimizer step."""
+        return min(gpus, self.samples * self.sequence)
+
+    @property
+    def at_once(self) -> int:
+        """Samples of a micro-batch: as many as the token budgets of its GPUs allow together, and at least one."""
+        return max(1, self.sequence * TOKEN_BUDGET["cuda"] // self.tokens)
+
+    @property
+    def own_samples(self) -> int:
+        """Of an optimizer step, those of the GPUs with most."""
+        return -(-self.samples // (self.gpus // self.sequence))
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """About what a micro-batch takes of each GPU, as the plan estimates it."""
+        tokens = min(self.at_once, self.own_samples) * self.tokens // self.sequence
+        return role_of(self.scale.shape).update_bytes(tokens, {"recompute": LONG_RECOMPUTE.kind})
+
+    @cached_property
+    def compute_s(self) -> float:
+        flops = update_flops(ModelSize.of_shape(self.scale.shape), [self.tokens], self.tokens - PROMPT).total
+        return UPDATES * self.own_samples * flops / (self.sequence * FLOPS * SHARE)
+
+    @cached_property
+    def moved(self) -> int:
+        """Bytes that go around attention, and of results."""
+        if self.sequence == 1:
+            return 0
+        stream = Stream.of([(PROMPT, self.tokens - PROMPT)])
+        one = ulysses_pass(self.scale.shape, self.sequence, ITEMSIZE, stream, "entropy", learns=True, recompute=LONG_RECOMPUTE)
+        return UPDATES * self.own_samples * sum(one.values())
+
+    @property
+    def group_s(self) -> float:
+        return sent_bytes({"all-to-all": self.moved}, self.sequence) / NVLINK
+
+    @cached_property
+    def collectives_s(self) -> float:
+        """Those of parameters and gradients too, with an adapter for each GPU."""
+        assert self.scale.sharding.shard != "hybrid" and self.gpus > OF_MACHINE
+        passes = UPDATES * -(-self.own_samples // self.at_once)
+        of_parameters = predict([RoleWork(self.scale.sizes, ITEMSIZE, UPDATES, passes, synced=1)], self.scale.sharding)
+        return sent_bytes(of_parameters, self.gpus) / min(NVLINK, OF_MACHINE * NETWORK) + self.group_s
+
+    @property
+    def binding(self) -> str:
+        if self.scale.held_bytes + self.activation_bytes > MEMORY:
+            return "memory: it does not fit"
+        if self.collectives_s < self.compute_s:
+            return "arithmetic"
+        return "NVLink" if self.group_s > self.collectives_s / 2 else "the network"
+
+
+def long_table() -> Iterator[str]:
+    heads = ("model", "tokens of a sample", "Ulysses", "held by each", "a micro-batch", "GPUs at work of 64", "of 1,024")
+    yield f"| {' | '.join([*heads, 'moved within groups', 'passes', 'collectives within groups', 'all', 'what binds'])} |"
+    yield f"|{'---|' * (len(heads) + 5)}"
+    for model in LONG_MODELS:
+        for tokens, size in itertools.product(LONG_TOKENS, (1, *groups_of(Shape.named(model)))):
+            own = LongSamples(model, tokens, size)
+            counts = [f"{count / 1e9:.0f} GB" for count in (own.scale.held_bytes, own.activation_bytes)]
+            working = [f"{own.working_gpus(gpus):,}" for gpus in GPUS[1:]]
+            moved, within = (f"{own.moved / 1e9:,.0f} GB", in_seconds(own.group_s)) if own.moved else ("none", "")
+            times = [in_seconds(own.compute_s), within, in_seconds(own.collectives_s)]
+            yield f"| {' | '.join([model, f'{tokens:,}', str(size), *counts, *working, moved, *times, own.binding])} |"
 
 
 def in_seconds(seconds: float) -> str:
@@ -148,7 +331,7 @@ def rows_table() -> Iterator[str]:
 
 
 def main() -> None:
-    for line in (*table(), "", *rows_table()):
+    for line in (*table(), "", *layouts_table(), "", *long_table(), "", *rows_table()):
         print(line)
 
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +32,26 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, why_not_experts
+from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.parallel.layout import sequence_sizes
-from fulltilt.plan import OFFLOADS, check_context, count_steps, given_settings, graphs_without_device, sequence_key, wrong_sequence_size
+from fulltilt.plan import (
+    OFFLOADS,
+    check_context,
+    count_steps,
+    given_settings,
+    graphs_without_device,
+    own_heads,
+    sequence_key,
+    wrong_sequence_size,
+)
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
 from fulltilt.schema import Config, conditions, keys, row_of, shares_model, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
-from fulltilt.shape import UnknownParameters
+from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, listed, many
 
@@ -51,6 +62,8 @@ UNSHARED = {
     "train.compile": "compiled layers have not been tried with it",
     "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
 }
+
+UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers that workers divide"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +203,8 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
+        *wrong_tensor(config, algorithm, device),
+        *wrong_experts(config, algorithm, device),
         *wrong_sequence(config, algorithm, device),
         *among_own_checkpoints(config),
     ]
@@ -219,7 +234,10 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         return
     if train.shard_size == 1:
         yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
-    if known and max(workers, *apart, 1) == 1:
+    if known and max(workers, *apart, 1) <= train.tensor_parallel > 1:
+        same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
+        yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
+    elif known and max(workers, *apart, 1) == 1:
         yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
     elif known:
         yield from wrong_groups(config, workers + sum(apart))
@@ -232,7 +250,7 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
     the run."""
     given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
-    counts = {"actor": workers - sum(roles.values()), **roles}
+    counts = {role: count // config.train.tensor_parallel for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
     if not given or counts["actor"] < 1:
         return
 
@@ -241,14 +259,65 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
     legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
     for role in undivided(given):
-        whose, remedy = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}", either(legal or ['train.shard = "full"'])
+        alike = " with the same part of the model" if config.train.tensor_parallel > 1 else ""
+        whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
+        remedy = either(legal or ['train.shard = "full"'])
         yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
 
 
-def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Numbers of workers that cannot share micro-batches. What the cluster alone knows is checked when workers are made."""
-    if config.cluster.address and config.cluster.workers == "auto":
+def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """What does not go with layers that are divided among workers."""
+    key, size = "train.tensor_parallel", config.train.tensor_parallel
+    if size == 1:
         return
+    for other, why in UNDIVIDED.items():
+        if value_of(config, other) is True:
+            yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
+    if "rollout" in algorithm.needs and config.rollout.engine != "native":
+        yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
+    said = set[str]()
+    for role, shape, own in shapes_of_roles(config, algorithm, device):
+        has = "has" if own == 1 else "have"
+        whose = f"the {many(own, 'worker')} that {has} the {role}'s role" if config.cluster.roles else f"the run's {many(own, 'worker')}"
+        legal = [str(each) for each in legal_sizes(shape) if own % each == 0]
+        if own % size:
+            text = f"{key}: {size} does not divide {whose}. Use {either(legal)}"
+        elif (reason := why_not_divided(shape, size)) is not None:
+            of_role = "" if role == "actor" else f" of the {role}"
+            text = f"{key}: {size} workers cannot hold a part of every layer{of_role}: {reason}. Use {either(legal)}"
+        else:
+            continue
+        if text.replace(role, "") not in said:
+            said.add(text.replace(role, ""))
+            yield text
+
+
+def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """What does not go with experts that are divided among workers."""
+    key, size = "train.expert_parallel", config.train.expert_parallel
+    if size == 1:
+        return
+    if config.train.tensor_parallel > 1:
+        yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
+    if shares_parameters(config):
+        yield f'{key}: {size} goes with train.shard = "optimizer", and it is "{config.train.shard}". Remove one of the keys'
+    for role, shape, own in shapes_of_roles(config, algorithm, device):
+        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0]
+        if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
+            of_role = "" if role == "actor" else f" of the {role}"
+            yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
+        elif own % size:
+            whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
+            yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
+        else:
+            continue
+        return  # the same is wrong for roles whose sizes come from the same key
+
+
+def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
+    """The roles of a run, the shape of each one's model as far as it is known before it is loaded, and how many workers have the role."""
+    if config.cluster.address and config.cluster.workers == "auto":
+        return  # what the cluster alone knows is checked when workers are made
     roles = {str(role): count for role, count in config.cluster.roles.items()}
     workers = count_workers(config, device) * config.cluster.nodes
     used = {
@@ -257,20 +326,25 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
         "critic": algorithm.value_loss,
         "reward_model": uses_reward_model(config),
     }
-    said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
     for role in (role for role, wanted in used.items() if wanted):
-        key, own = sequence_key(config, role), roles.get(role) or workers - sum(roles.values())
-        size, path = given_settings(config, role)["sequence_parallel"], None if role == "actor" else getattr(config, role).path
-        if size in ("auto", 1) or own < 1:
+        own, path = roles.get(role) or workers - sum(roles.values()), None if role == "actor" else getattr(config, role).path
+        with suppress(UserError, UnknownParameters):  # said of the model itself, or not known before it is loaded
+            if own >= 1:
+                yield role, load.shape_of(load.read_config(config.model, path)), own
+
+
+def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """Numbers of workers that cannot share micro-batches."""
+    said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
+    parts = config.train.tensor_parallel
+    for role, shape, own in shapes_of_roles(config, algorithm, device):
+        key, size = sequence_key(config, role), given_settings(config, role)["sequence_parallel"]
+        if size in ("auto", 1) or own % parts:
             continue
-        try:
-            layers = load.shape_of(load.read_config(config.model, path)).layers
-        except (UserError, UnknownParameters):
-            continue  # said of the model itself, or not known before it is loaded
-        legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in layers), own)
+        legal = sequence_sizes(own_heads(shape, parts), own // parts)
         if size not in legal and (key, own, tuple(legal)) not in said:
             said.add((key, own, tuple(legal)))
-            yield wrong_sequence_size(role, key, size, legal, own)
+            yield wrong_sequence_size(role, key, size, legal, own // parts)
 
 
 def unshared(config: Config) -> dict[str, str]:

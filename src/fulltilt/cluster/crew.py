@@ -80,10 +80,13 @@ class Crew:
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
-        # How many workers compute a micro-batch of a role together, each a part of its tokens. They are neighbours, and get the same.
-        self._sharing = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
-        self.update_sizes = update_sizes(config, self.plan.budgets, self._sharing)
-        self.forward_sizes = forward_sizes(config, self.plan.budgets, self._sharing)
+        self._members = facts[0].together  # that hold the parts of one model, and compute and sample together
+        # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
+        # get the same.
+        of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
+        self._sharing = {role: size * self._members for role, size in of_tokens.items()}
+        self.update_sizes = update_sizes(config, self.plan.budgets, of_tokens)
+        self.forward_sizes = forward_sizes(config, self.plan.budgets, of_tokens)
 
     @property
     def worker(self) -> Worker:
@@ -152,12 +155,13 @@ class Crew:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
         of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
-        size, numbered = len(self._ranks_of("actor")), list(enumerate(prompts))
+        size, numbered = len(self._ranks_of("actor")) // self._members, list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
         longest = max((len(prompt.ids) for _, prompt in queue), default=0)
-        args = [(dict(numbered[:seats][rank::size]), sampling, seed, self._version, longest) for rank in range(size)]
-        call = self._start("actor", "generate", args, what="rollout")
+        dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._members)]
+        args = [(own, sampling, seed, self._version, longest) for own in dealt]
+        call = self._start("actor", "generate", args, what="rollout", together=self._members > 1)
         for rank, item in call.items():
             if isinstance(item, FreeSeats):
                 call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
@@ -168,7 +172,7 @@ class Crew:
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
-        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")
+        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")[:: self._members]
         return reduce(EngineStats.beside, found)
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
@@ -176,7 +180,7 @@ class Crew:
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
-            self._progress = JointProgress(len(self._ranks_of("actor")), say)
+            self._progress = JointProgress(len(self._ranks_of("actor")) // self._members, say)
             self._each("actor", "send_progress", interval, what="set-up")
 
     def most_tokens(self, role: str) -> int:
@@ -187,7 +191,8 @@ class Crew:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
         found: list[SyncReport] = self._each("actor", "sync", version, what="sync")
         self._version = version
-        require_same([each.checksum for each in found], version)
+        for part in range(self._members):  # each member has weights that only others with its part have too
+            require_same([each.checksum for each in found[part :: self._members]], version)
         seconds, moved = max(each.seconds for each in found), max(each.moved_bytes for each in found)
         speed = {"sync/gb_per_s": moved / 1e9 / seconds} if moved else {}
         return {"sync/seconds": seconds, **speed} if moved or len(found) > 1 else {}

@@ -42,15 +42,19 @@ class Models:
         return actor
 
 
+def leave_whole(role: str, model: torch.nn.Module) -> None:
+    """What is done to a model that is neither divided nor shared out."""
+
+
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
     resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (),
-    loaded: Callable[[str, torch.nn.Module], None] | None = None,
+    divide: Callable[[str, torch.nn.Module], None] = leave_whole, loaded: Callable[[str, torch.nn.Module], None] = leave_whole,
 ) -> Models:  # fmt: skip
     """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
-    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded. `loaded`: called with
-    each role's model, verified and fused, before the next one is loaded."""
-    fusing, layers = Fusing(config, device, learns=bool(roles)), dict[int, LayerShape]()
+    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded. `divide`: called with
+    each role's model, verified and with adapters, before it is fused; `loaded`: after that, before the next one is loaded."""
+    fusing, layers = Fusing(config, device, divide, learns=bool(roles)), dict[int, LayerShape]()
 
     def load_actor_and_layers() -> PreTrainedModel:
         decodes = sampled and config.rollout.engine == "native"
@@ -70,16 +74,18 @@ def load_models(
     own: dict[str, torch.nn.Module] = {}
     for role in sorted(loaders, key=order.index) if order else loaders:
         own[role] = loaders[role]()
-        if loaded:
-            loaded(role, own[role])
+        loaded(role, own[role])
     return Models({role: own[role] for role in loaders}, layers, fusing.words())
 
 
 class Fusing:
-    """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps the results for the
-    plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
+    """Divides each role's model, if it is to be, and then fuses or compiles its layers as `train.fused_layers` and `train.compile` say, and
+    keeps the results for the plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
 
-    def __init__(self, config: Config, device: torch.device, *, learns: bool = False) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, divide: Callable[[str, torch.nn.Module], None] = leave_whole, *, learns: bool = False
+    ) -> None:
+        self.divide = divide
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
@@ -97,9 +103,10 @@ class Fusing:
             if self.wanted is True:
                 raise UserError(f"train.fused_layers: {self.off}, or remove the key")
 
-    def fuse(self, role: str, model: PreTrainedModel) -> None:
+    def fuse(self, role: str, whole: PreTrainedModel | ScalarModel) -> None:
         """Call it once the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
-        reason = None
+        self.divide(role, whole)
+        model, reason = whole.body if isinstance(whole, ScalarModel) else whole, None
         try:
             if self.compiles:
                 self.found[role] = compile_and_compare(model)
@@ -148,7 +155,7 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
     check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
-    fusing.fuse("critic", model.body)
+    fusing.fuse("critic", model)
     return model
 
 
@@ -178,7 +185,7 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
     model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
-    fusing.fuse("reward_model", model.body)
+    fusing.fuse("reward_model", model)
     return model
 
 

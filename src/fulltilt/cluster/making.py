@@ -21,7 +21,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import ModelSharer, SharedModels
+from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
@@ -32,11 +32,13 @@ from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
+from fulltilt.parallel.parts import ModelPart, PartTwin
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
+from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.base import RewardPool
@@ -46,6 +48,7 @@ from fulltilt.schema import Config, TrainConfig, shares_parameters
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
+from fulltilt.training.parameters import Divided
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, many
@@ -91,20 +94,25 @@ def load_worker(
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    sharding = find_sharding(order.config, roles, device, ranks, sampled=order.sampled)
+    grid = Grid.of(ranks, tensor_size(order, ranks.size), order.config.train.expert_parallel if order.roles else 1)
+    sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
-    shared, how = SharedModels(), dict[str, Any]()
-    if shares_out(config, order.roles, ranks):
-        sharer = ModelSharer.of(config, ranks, device, learners_of(order.roles), sampled=order.sampled)
-        in_turn = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
-        shared, how = sharer.found, {"loaded": sharer.share_out, "order": in_turn}
+    adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
+    shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
+    if grid.tensor.size > 1:
+        how["divide"] = ModelDivider(shared, grid.tensor).divide
+    if grid.replicas:
+        how["loaded"] = ExpertDivider(shared, grid.experts, order.sampled).divide
+    if shares_out(config, order.roles, grid.data):
+        sharer = ModelSharer.of(shared, config, grid.data, device, learners_of(order.roles), sampled=order.sampled)
+        how |= {"loaded": sharer.share_out, "order": order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)}
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
         **how,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     kept = order.kept if order.kept and order.kept.get("workers", ranks.size) == ranks.size else None
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, ranks, sharding, shared)
+    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -113,6 +121,12 @@ def load_worker(
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
     return worker
+
+
+def tensor_size(order: WorkerOrder, workers: int) -> int:
+    """How many workers each layer is divided among. An evaluation may have another number of workers than the run that learned."""
+    size = order.config.train.tensor_parallel
+    return size if order.roles or workers % size == 0 else 1
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -143,22 +157,25 @@ def describe_adapters(model: PreTrainedModel) -> str:
 
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE, sharding: Sharding = UNSHARDED,
+    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
     shared: SharedModels | None = None,
 ) -> Worker:  # fmt: skip
-    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
-    made at the same time. `shared`: the models as they are shared out among these."""
+    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grid`: it and the others, which must be
+    made at the same time. `shared`: the models as they are divided and shared out among these."""
+    ranks, layers = grid.everyone, member_layers(models.layers, grid.tensor.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
     known = shared.facts or {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
-    facts = find_facts(device, {role: known[role] for role in models.own}, whole, models, texts, ranks=ranks, sharding=sharding)
+    of_roles = {role: known[role] for role in models.own}
+    facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks, shared.shards)
-    groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles})
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grid, shared)
+    groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles}, grid.tensor.size)
     for name, own in made.roles.items():
-        own.sequence = groups.get(settings[name].sequence_parallel, ONE)
-    notes = restore(resume, made.trainers, models, adapters=config.lora.rank > 0) if resume else ()
+        own.sequence, own.tensor = groups.get(settings[name].sequence_parallel, ONE), grid.tensor
+        own.meets = bool(grid.replicas) and any(own.model is part.model for part in shared.parts.values())
+    notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     if shared.twin:
         shared.twin.sync()
     if device.type == "cuda" and made.trainers:
@@ -173,7 +190,7 @@ def make_worker(
     engine = None
     if sampled:
         bounds = limits(config, plan.budgets, device, texts.longest)
-        context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
+        context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
         engine = make_engine(config.rollout.engine, context)
     return Worker(
         config=config,
@@ -219,11 +236,11 @@ class RolesMade:
 
 def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str], ranks: Ranks = ALONE, shards: Mapping[str, Shards] | None = None,
+    wanted: Collection[str], grid: Grid = ONE_WORKER, shared: SharedModels | None = None,
 ) -> RolesMade:  # fmt: skip
     """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
-    shards = shards or {}
+    shared = shared or SharedModels()
     residents, options = Residents(), head_options(settings["actor"])
     if isinstance(judge := models.own.get("reward_model"), ScalarModel):
         roles["reward_model"] = Scorer("reward_model", judge)
@@ -238,16 +255,16 @@ def make_roles(
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer_of = partial(make_optimizer, ranks=ranks)
+    optimizer_of = partial(make_optimizer, grid=grid, shared=shared)
     trainers: dict[str, Trainer] = {}
     if "actor" in wanted:
         adapters = config.lora.rank > 0
-        optimizer = optimizer_of(models.actor, config.train, of_actor, settings["actor"], shards.get("actor"), keeps_parameters=adapters)
+        optimizer = optimizer_of("actor", models.actor, config.train, of_actor, settings["actor"], keeps_parameters=adapters)
         roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
         trainers["actor"] = Trainer(actor, algorithm.loss)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
-        optimizer = optimizer_of(model, of_critic, total, settings["critic"], shards.get("critic"), keeps_parameters=True)
+        optimizer = optimizer_of("critic", model, of_critic, total, settings["critic"], keeps_parameters=True)
         roles["critic"] = critic = Critic("critic", model, optimizer)
         trainers["critic"] = Trainer(critic, algorithm.value_loss)
     if "ref" in wanted:
@@ -264,11 +281,14 @@ def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: 
 
 
 def make_optimizer(
-    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, shards: Shards | None, *,
-    keeps_parameters: bool, ranks: Ranks,
+    role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, grid: Grid,
+    shared: SharedModels,
 ) -> Optimizer:  # fmt: skip
-    offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
-    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=ranks, shards=shards)
+    offload, part = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads), shared.parts.get(role)
+    return Optimizer(
+        model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=grid.data, shards=shared.shards.get(role),
+        divided=Divided(part, grid.everyone, grid.replicas) if part else None,
+    )  # fmt: skip
 
 
 def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
@@ -283,7 +303,7 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | None) -> Account:
+def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | PartTwin | None) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
     accumulators = [optimizer.accumulators for optimizer in optimizers]
     return Account(
@@ -306,8 +326,11 @@ def take_workspaces(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad()
 
 
-def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, *, adapters: bool) -> tuple[str, ...]:
-    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks."""
+def restore(
+    resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, part: ModelPart | None = None, *, adapters: bool
+) -> tuple[str, ...]:
+    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks. `part`: this worker's
+    part of the actor, where it is divided."""
     if not trainers and not adapters:
         return ()
     state = resume.state()
@@ -316,7 +339,7 @@ def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models,
         if "actor" in trainers:
             trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
         elif "actor" in models.own:
-            restore_parameters(models.actor, of_actor)
+            restore_parameters(models.actor, of_actor, part)
         if "critic" not in trainers:
             return ()
         if state.get("critic") is None:

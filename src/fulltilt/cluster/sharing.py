@@ -1,8 +1,10 @@
-"""The models of a run whose workers share out parameters: `train.shard` "full" and "hybrid".
+"""The models of a run whose workers share out parameters (`train.shard` "full" and "hybrid") or hold parts (`train.tensor_parallel`,
+`train.expert_parallel`).
 
-Enters: one loaded model after another, with adapters, and the workers. Leaves: `SharedModels`: the same models shared out, and the whole
-actor for rollouts and exports. Guaranteed: a model's whole parameters are given back before the next one is loaded, but for those that a
-rollout engine reads; where parameters are not shared out, nothing is done and nothing is held.
+Enters: one loaded model after another, with adapters, and the workers. Leaves: `SharedModels`: the same models, divided and shared out, and
+the whole actor for rollouts and exports; where layers are divided, a rollout engine reads the worker's part. Guaranteed: a model's whole
+parameters are given back before the next one is loaded, but for those that a rollout engine reads; where models are neither divided nor
+shared out, nothing is done and nothing is held.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.parallel.apply import Shards, Sharing, shard, share
+from fulltilt.parallel.experts import expert_modules, split_experts
+from fulltilt.parallel.parts import ModelPart, PartTwin, join_on_first
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
+from fulltilt.parallel.tensor import TensorSplit, split
+from fulltilt.parallel.twin import Twin, like, over_same_memory, whole_on_host, with_memory_of_its_own, without_memory
 from fulltilt.plan import RoleFacts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes
@@ -26,11 +31,14 @@ from fulltilt.words import in_bytes
 
 @dataclass(eq=False)
 class SharedModels:
+    parts: dict[str, ModelPart] = field(default_factory=dict)  # by role: this worker's part of a model
     shards: dict[str, Shards] = field(default_factory=dict)  # by role
     facts: dict[str, RoleFacts] = field(default_factory=dict)  # what each role's model was like before it was shared out
-    rollout: PreTrainedModel | None = None  # the whole actor, for the engine
-    structure: PreTrainedModel | None = None  # the actor without memory, where no engine needs it whole
-    twin: Twin | None = None  # keeps `rollout` at the latest weights
+    rollout: PreTrainedModel | None = None  # the whole actor, or this worker's part of it, for the engine
+    structure: PreTrainedModel | None = None  # the actor, or the part, without memory, where no engine needs it
+    twin: Twin | PartTwin | None = None  # keeps `rollout` at the latest weights
+    undivided: PreTrainedModel | None = None  # the actor without memory, before it was divided
+    tells: bool = True  # whether this worker is the first of those that hold the same part
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
     adapters_alone: bool = False  # whether an export has only these
 
@@ -40,13 +48,19 @@ class SharedModels:
             self.twin.sync()
         elif self.structure is not None:
             self.collected = whole_on_host(self.shards["actor"], self.structure, learning=self.adapters_alone)
+        if self.undivided is not None and self.tells:
+            made = self.parts["actor"]
+            part = self.rollout or self.collected or made.model
+            wanted = {name: each for name, each in part.named_parameters() if each.requires_grad or not self.adapters_alone}
+            memory = join_on_first(made, {name: each.detach().to(self.undivided.dtype) for name, each in wanted.items()})
+            self.collected = like(self.undivided, lambda name, own: memory.get(name, own)) if memory is not None else None
 
     def exporter(self, config: Config, models: Models, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
         """As `loading.exporter`; what `collect` has made is written."""
         if "actor" not in models.own:
             return lambda folder: None, 0
-        export, count = exporter(config, self.rollout or self.structure or models.actor, tokenizer)
-        if self.structure is None:
+        export, count = exporter(config, self.undivided or self.rollout or self.structure or models.actor, tokenizer)
+        if self.structure is None and self.undivided is None:
             return export, count
 
         def export_collected(folder: Path) -> None:
@@ -57,13 +71,55 @@ class SharedModels:
         return export_collected, count
 
     def notes(self) -> Iterator[str]:
+        for role, made in self.parts.items():
+            held = sum(parameter.nbytes for parameter in made.model.parameters()) if role not in self.shards else None
+            what = "each layer" if isinstance(made, TensorSplit) else "experts"
+            yield f"{role}: {what} divided among {made.ranks.size} workers{f', {in_bytes(held)} each' if held else ''}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
             groups = f", in {sharing.everyone.size // sharing.group.size} groups" if sharing.group.size < sharing.everyone.size else ""
             yield f"{role}: parameters shared out among {sharing.group.size} workers{groups}, {in_bytes(held)} each"
         if self.twin:
             held = sum(tensor.nbytes for tensor in self.twin.memory())
-            yield f"rollout: every worker has the whole actor for it, {in_bytes(held)}"
+            whole = "its part of the actor" if isinstance(self.parts.get("actor"), TensorSplit) else "the whole actor"
+            yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDivider:
+    """Divides one role's model after another, each as soon as it is loaded, and before it is fused."""
+
+    found: SharedModels
+    ranks: Ranks  # the members that hold all parts
+
+    def divide(self, role: str, model: torch.nn.Module) -> None:
+        if role == "actor":
+            assert isinstance(model, PreTrainedModel)
+            self.found.undivided = without_memory(model)
+        self.found.parts[role] = split(model, self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertDivider:
+    """Divides the experts of one role's model after another, each when it is loaded and fused. A model without experts stays whole."""
+
+    found: SharedModels
+    ranks: Ranks  # the workers that have all experts
+    sampled: bool  # whether an engine needs the actor whole
+
+    def divide(self, role: str, model: torch.nn.Module) -> None:
+        if not any(True for _ in expert_modules(model)):
+            return
+        found = self.found
+        if role == "actor":
+            assert isinstance(model, PreTrainedModel)
+            if self.sampled:
+                found.rollout = with_memory_of_its_own(model)
+            else:
+                found.undivided = without_memory(model)
+        found.parts[role] = split_experts(model, self.ranks)
+        if role == "actor" and found.rollout is not None:
+            found.twin = PartTwin(found.rollout, found.parts[role])
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +133,10 @@ class ModelSharer:
     sampled: bool  # whether an engine needs the actor whole
 
     @staticmethod
-    def of(config: Config, ranks: Ranks, device: torch.device, learners: Collection[str], *, sampled: bool) -> ModelSharer:
-        train, found = config.train, SharedModels(adapters_alone=config.lora.rank > 0 and config.lora.export != "merged")
+    def of(
+        found: SharedModels, config: Config, ranks: Ranks, device: torch.device, learners: Collection[str], *, sampled: bool
+    ) -> ModelSharer:
+        train = config.train
         knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
         return ModelSharer(found, share(ranks, device.type, train.shard_size, **knobs), device, learners, sampled)
 

@@ -16,16 +16,17 @@ from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.checks import TextFacts, unshared
-from fulltilt.cluster.loading import Models
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
+from fulltilt.model.attention import LayerShape
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
-from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import neighbours
 from fulltilt.plan import (
     KEPT_AS,
@@ -59,22 +60,25 @@ def device_bytes(device: torch.device, ranks: Ranks) -> int:
     return ranks.least(torch.cuda.mem_get_info(device)[1], device) // ranks.sharing if device.type == "cuda" else 0
 
 
-def find_sharding(config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, *, sampled: bool) -> Sharding:
-    """What these workers share out. It is found before models are loaded, and on all of them alike. `roles`: those of a training run, none
-    if nothing learns."""
+def find_sharding(config: Config, roles: Collection[str], device: torch.device, grid: Grid, *, sampled: bool) -> Sharding:
+    """What workers with the same part of a model share out. It is found before models are loaded, and on all of them alike. `roles`: those
+    of a training run, none if nothing learns."""
+    ranks, size, parts = grid.everyone, grid.data.size, grid.tensor.size
     if not roles:
-        return Sharding("optimizer", ranks.size, ranks.size)
-    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
-    only = next((f"{key} is set" for key in unshared(config)), None)
-    if device.type == "cuda" and ranks.size > 1:
+        return Sharding("optimizer", size, size)
+    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=size))
+    only = "train.expert_parallel is set" if grid.replicas else next((f"{key} is set" for key in unshared(config)), None)
+    if device.type == "cuda" and size > 1:
         try:
-            facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
+            known = known_roles(config, roles, device.type)
+            facts = replace(facts, roles={role: own.part(parts) for role, own in known})
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     # Groups of neighbours are the workers of a machine only where the first of them is the first of its machine.
-    found = choose_sharding(config, facts, ranks.beside if ranks.before % ranks.beside == 0 else 1, only=only)
-    if found.parameters and ranks.size < found.group:  # a role of its own with fewer workers than a group has
-        found = replace(found, shard="full", group=ranks.size)
+    aligned = ranks.before % ranks.beside == 0 and ranks.beside % parts == 0
+    found = choose_sharding(config, facts, ranks.beside // parts if aligned else 1, only=only)
+    if found.parameters and size < found.group:  # a role of its own with fewer workers than a group has
+        found = replace(found, shard="full", group=size)
     check_loading(replace(facts, sharding=found))
     return found
 
@@ -98,11 +102,12 @@ def order_of_loading(config: Config, roles: Collection[str], device: str, shardi
 
 
 def find_facts(
-    device: torch.device, roles: Mapping[str, RoleFacts], sampled: PreTrainedModel | None, models: Models, texts: TextFacts, *,
-    ranks: Ranks = ALONE, sharding: Sharding = UNSHARDED,
+    device: torch.device, roles: Mapping[str, RoleFacts], sampled: PreTrainedModel | None, layers: Mapping[int, LayerShape], fused: str,
+    texts: TextFacts, *, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
 ) -> Facts:  # fmt: skip
     """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet. All workers find
-    the same, so that all make the same plan. `sampled`: the whole model that an engine reads, if there is one."""
+    the same, so that all make the same plan. `sampled`: the model that an engine reads, if there is one. `layers`: what it caches."""
+    ranks = grid.everyone
     return Facts(
         device=device.type,
         device_bytes=device_bytes(device, ranks),
@@ -114,10 +119,11 @@ def find_facts(
         cores=max(1, ranks.least(THREADS, device) // ranks.beside),
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
-        kv_bytes_per_token=bytes_per_token(models.layers, sampled.dtype) if sampled is not None else None,
+        kv_bytes_per_token=bytes_per_token(layers, sampled.dtype) if sampled is not None else None,
         not_captured=why_not_captured(sampled) if sampled is not None else None,
-        layers=models.fused,
+        layers=fused,
         sharding=sharding,
+        parts=grid.tensor.size,
     )
 
 

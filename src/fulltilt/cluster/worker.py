@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
+from fulltilt.parallel.parts import PartTwin
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -42,11 +43,13 @@ from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests, system_error_number, write_trainer
+from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
 
 Metrics = dict[str, float]
+Kept = TypeVar("Kept")
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
 ROLLOUT_ROLES = {False: ("actor",), True: ()}  # whose parameters an engine reads, without a twin of the actor and with it
@@ -84,7 +87,8 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
-    gathers: bool = False  # passes gather parameters from other workers, which must make them at the same time
+    together: int = 1  # workers that compute each layer together
+    gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
 
 
@@ -205,7 +209,7 @@ class Worker:
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
-    twin: Twin | None = None  # the whole actor for the engine, where it is shared out
+    twin: Twin | PartTwin | None = None  # the whole actor for the engine, where it is shared out or its experts are divided
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
@@ -215,14 +219,21 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, bool(self.shards), self.shelf is not None)
+        parts = max((role.tensor.size for role in self.roles.values()), default=1)
+        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, parts, self._waits, self.shelf is not None)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether passes wait for other workers, which must make them at the same time."""
+        return bool(self.shards) or any(role.meets for role in self.roles.values())
 
     @property
     def _may_queue(self) -> bool:
         """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
         bit, no clock may decide who samples what."""
         repeats = self.config.run.deterministic or self.account.device.type == "cpu"
-        return self.engine is not None and self.engine.can_be_fed and not repeats
+        # Members who sample together must get the same prompts at the same time.
+        return self.engine is not None and self.engine.can_be_fed and not repeats and self.actor.tensor.alone
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
@@ -278,6 +289,8 @@ class Worker:
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
+                if self.actor.tensor.rank:  # another member tells the same
+                    continue
                 if isinstance(item, Group):
                     group = replace(item, place=places[item.place])
                     yield self.shelf.keep(group) if self.shelf else group
@@ -298,7 +311,7 @@ class Worker:
 
     def send_progress(self, interval: float) -> None:
         """Have `generate` send a `RolloutProgress` after every `interval` seconds of generating."""
-        self._progress_s = interval if self.config.rollout.log_stats else None
+        self._progress_s = interval if self.config.rollout.log_stats and not self.actor.tensor.rank else None
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""
@@ -332,7 +345,7 @@ class Worker:
             self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
-    def _sync_twin(self, twin: Twin) -> None:
+    def _sync_twin(self, twin: Twin | PartTwin) -> None:
         if not twin.current:
             self.residents.need("actor")
             twin.sync()
@@ -369,7 +382,7 @@ class Worker:
         if not isinstance(rows, str):
             return Annotated(found, pads)
         assert self.shelf
-        if self.roles[role].sequence.first:
+        if self.roles[role].tells:
             self.shelf.note(rows, plan, found)
         return Annotated([], pads)
 
@@ -389,9 +402,9 @@ class Worker:
         return [shards for shards in self.shards if shards.model is role.model]
 
     def _passes_of_all(self, role: Role, own: int) -> int:
-        """How many passes every worker makes where parameters are shared out, since each gathers them; 0 elsewhere. `own`: how many
-        micro-batches this worker has."""
-        return self.ranks.most(own, role.device) if self._shards_of(role) else 0
+        """How many passes every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
+        another's experts; 0 elsewhere. `own`: how many micro-batches this worker has."""
+        return self.ranks.most(own, role.device) if self._shards_of(role) or role.meets else 0
 
     def trace(self, role: str) -> PassTrace:
         """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
@@ -476,9 +489,10 @@ class Worker:
         self.collect()
         held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}
-        who = {"rank": self.ranks.number, "size": self.ranks.of_run, "here": self.ranks.beside}
+        cuts = self._of_learners(lambda optimizer: optimizer.cuts())
+        rank, size, here = self.ranks.number, self.ranks.of_run, self.ranks.beside
         with refusals_noted() as refused:
-            self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, **who)
+            self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=rank, size=size, here=here, cuts=cuts)
         return refused[0] if refused else None
 
     def finish_save(self) -> Digests | OSError:
@@ -496,9 +510,13 @@ class Worker:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The states of the roles that learn, beside the exported model."""
         self.residents.need("actor", "critic")
+        return self._of_learners(lambda optimizer: optimizer.tensors())
+
+    def _of_learners(self, ask: Callable[[Optimizer], dict[str, Kept]]) -> dict[str, Kept]:
+        """What the optimizers keep by name, under the names that it has in a checkpoint."""
         prefixes = {"actor": "", "critic": CRITIC_TENSORS}
-        own = {prefixes[role]: trainer.optimizer.tensors() for role, trainer in self.trainers.items()}
-        return {f"{prefix}{name}": tensor for prefix, tensors in own.items() for name, tensor in tensors.items()}
+        own = {prefixes[role]: ask(trainer.optimizer) for role, trainer in self.trainers.items()}
+        return {f"{prefix}{name}": kept for prefix, all_kept in own.items() for name, kept in all_kept.items()}
 
     def close(self) -> None:
         if self.shelf:

@@ -21,6 +21,7 @@ as many rows as memory allows (`Rows.gradient`); logits take twice the bytes and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,13 @@ class VocabularyPart:
 
     start: int  # the token of its first row
     vocabulary: int  # tokens of all parts together
+    each: int  # rows of every part but the last, which may have fewer
     sum: Callable[[torch.Tensor], None]  # over all parts, in place
     most: Callable[[torch.Tensor], None]  # the largest of all parts, in place
+    gather: Callable[[torch.Tensor], torch.Tensor]  # a tensor of the same shape from each part -> [parts, *shape], in their order
+    # While a CUDA graph is captured, collectives are not counted; each call of the function that it yields counts them once.
+    counted_apart: Callable[[], AbstractContextManager[Callable[[], None]]]
+    not_captured: str | None = None  # why no CUDA graph can hold these functions
 
 
 @dataclass(frozen=True)

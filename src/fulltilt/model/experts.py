@@ -11,6 +11,9 @@ nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that 
 An adapter on a stack of weights (`ADAPTERS`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
 pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
+Where the experts are divided among workers, what is in the attribute `SPLIT` of their module runs them (parallel/experts.py), with the same
+products on sorted rows (`run_sorted`).
+
 Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
 transformers' own language-model head, which training here does not use.
 
@@ -20,7 +23,7 @@ transformers' own language-model head, which training here does not use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,7 @@ from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
 ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> the layer of peft that holds its adapter
+SPLIT = "_fulltilt_split"  # attribute of a module whose experts are divided among workers: a `SplitExperts`
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # rows must be a multiple of this many bytes in that call
 MOST_EXPERTS = 1023  # limit of that call on CUDA
@@ -46,24 +50,61 @@ class Route:
     order: torch.Tensor  # int64 [T * k]: sorted place -> choice; choice c belongs to token c // k
     places: torch.Tensor  # int64 [T * k]: choice -> sorted place
     ends: torch.Tensor  # int32 [experts]: the place after each expert's last
+    live: torch.Tensor | None = None  # bool [T * k, 1]: sorted rows that have an expert; None: all have one
 
     @staticmethod
-    def of(chosen: torch.Tensor, count: int) -> Route:
-        """`chosen`: [T, k]. A stable sort: an expert's tokens keep their order, so that sums over them do."""
+    def of(chosen: torch.Tensor, count: int, *, all_live: bool = True) -> Route:
+        """`chosen`: [T, k]. A stable sort: an expert's tokens keep their order, so that sums over them do. Without `all_live`, choices of
+        `count` have no expert here: their rows come last, and have results of zero."""
         experts, order = torch.sort(chosen.flatten().to(torch.int16), stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         numbers = torch.arange(count, dtype=torch.int16, device=order.device)
-        return Route(experts, order, places, torch.searchsorted(experts, numbers, right=True, out_int32=True))
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        return Route(experts, order, places, ends, None if all_live else (experts < count)[:, None])
+
+    def sort(self, rows: torch.Tensor, choices: int | None = None) -> torch.Tensor:
+        """Rows in the order of experts. With `choices`, from the rows of tokens, each of which has so many choices."""
+        return _Gather.apply(rows, self.order, self.places, choices)
+
+    def unsort(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sorted rows in the order of choices."""
+        return _Gather.apply(rows, self.places, self.order, None)
+
+    def masked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sorted rows, with zeros where there is no expert."""
+        return rows if self.live is None else torch.where(self.live, rows, 0)
+
+
+class SplitExperts(Protocol):
+    """Runs the experts of a module that has some of them, together with the workers that have the others."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in a pass without gradients."""
+        ...
+
+    def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor: ...
 
 
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """`self` is a module with transformers' experts interface. Each of its parameters is read once."""
+    split: SplitExperts | None = getattr(self, SPLIT, None)
+    if split is not None:
+        return split.run(self, hidden_states, top_k_index, top_k_weights)
     route = Route.of(top_k_index, self.num_experts)
-    tokens = _Gather.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])
-    first, last = projections(self)
-    outer = project(self, last, activate(self, project(self, first, tokens, route)), route)
-    chosen = _Gather.apply(outer, route.places, route.order, None).view(*top_k_index.shape, -1)
-    return (chosen * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # torch adds up in float32 or better
+    outer = run_sorted(self, route.sort(hidden_states, top_k_index.shape[-1]), route)
+    return weighted_sum(route.unsort(outer), top_k_weights).to(hidden_states.dtype)
+
+
+def run_sorted(module: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Each row [S, width] of the experts that the module has, sorted by expert, through its expert."""
+    first, last = projections(module)
+    return project(module, last, activate(module, project(module, first, rows, route)), route)
+
+
+def weighted_sum(results: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """The results [T * k, width] of each token's experts, summed with the router's weights [T, k]."""
+    return (results.view(*shares.shape, results.shape[-1]) * shares[..., None]).sum(1)  # torch adds up in float32 or better
 
 
 def register() -> str:
@@ -78,14 +119,17 @@ def projections(module: Any) -> tuple[str, str]:
 
 def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.Tensor:
     weight = getattr(module, name)
-    out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route.ends)
+    out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route)
     adapter = getattr(module, ADAPTERS, {}).get(name)
     if adapter is not None and not (adapter.disable_adapters or adapter.merged):
         inward, outward, scale = adapter.get_delta_factors(*adapter.active_adapters)
         if not module.is_transposed:
             inward, outward = outward.transpose(1, 2), inward.transpose(1, 2)
-        out = torch.add(out, adapter_product(rows, inward, outward, route.ends), alpha=scale)
-    return out + getattr(module, f"{name}_bias")[route.experts.long()] if module.has_bias else out
+        out = torch.add(out, adapter_product(rows, inward, outward, route), alpha=scale)
+    if not module.has_bias:
+        return out
+    expert = route.experts.long() if route.live is None else route.experts.long().clamp(max=len(weight) - 1)
+    return route.masked(out + getattr(module, f"{name}_bias")[expert])
 
 
 def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
@@ -95,20 +139,24 @@ def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
     return gated(inner) if plain else module._apply_gate(inner)
 
 
-def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [S, in], sorted by expert, each times its expert's weight [experts, in, out]."""
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, route: Route) -> torch.Tensor:
+    """Rows [S, in], sorted by expert, each times its expert's weight [experts, in, out]. torch leaves what it finds in memory in the
+    results, and in the gradients, of rows behind the last expert's: they are masked on both sides of the product."""
+    rows = route.masked(rows)
     if why_one_by_one(weights) is None:
-        return F.grouped_mm(rows, weights, offs=ends)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([group @ weight for group, weight in zip(rows.split(counts), weights, strict=True)])
+        return route.masked(F.grouped_mm(rows, weights, offs=route.ends))
+    counts = torch.diff(route.ends, prepend=route.ends.new_zeros(1)).tolist()
+    *groups, behind = rows.split([*counts, len(rows) - sum(counts)])
+    products = [group @ weight for group, weight in zip(groups, weights, strict=True)]
+    return torch.cat([*products, behind.new_zeros(len(behind), weights.shape[-1])])
 
 
-def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, route: Route) -> torch.Tensor:
     """rows @ inward [experts, in, rank] @ outward [experts, rank, out]. Ranks that torch's call does not accept are padded with zeros."""
     missing = -inward.shape[-1] % (ALIGNED // inward.itemsize)
     if missing:
         inward, outward = F.pad(inward, (0, missing)), F.pad(outward, (0, 0, 0, missing))
-    return grouped_product(grouped_product(rows, inward, ends), outward.contiguous(), ends)
+    return grouped_product(grouped_product(rows, inward, route), outward.contiguous(), route)
 
 
 def why_one_by_one(weights: torch.Tensor) -> str | None:
@@ -159,6 +207,9 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
 def why_host_counts(module: Any) -> str | None:
     if module.config._experts_implementation == "eager":
         return "the model was loaded with transformers' loop over experts (experts_implementation = eager)"
+    split: SplitExperts | None = getattr(module, SPLIT, None)
+    if split is not None and split.waits:
+        return "they are divided among workers, which tell one another how many rows they send"
     for weights in (parameter for parameter in module.parameters() if parameter.ndim == 3):
         reason = why_one_by_one(weights)
         if reason is not None:
@@ -190,4 +241,6 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_choices = of_rows[ctx.saved_tensors[0]]
-        return of_choices if ctx.choices is None else of_choices.unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+        if ctx.choices is None:
+            return of_choices, None, None, None
+        return of_choices.unflatten(0, (len(of_choices) // ctx.choices, ctx.choices)).sum(1), None, None, None

@@ -5,7 +5,8 @@ Leaves: log-prob and entropy of each row in float32 (float64 when the model is).
 except for the order of sums; logits are accumulated in float32; the gradient of the weight is added to its float32 accumulator
 (`main_grad`) where it has one; fused, the largest temporary has the size that `head_bytes` computes, for any number of rows. A head that
 does more than scale and cap is refused: `model/verify.py` compares with the model's own logits. Where several processes hold some rows of
-the output embedding each (parallel/tensor.py), all of them call this together, with the same rows, and get the same results.
+the output embedding each (parallel/tensor.py), all of them call this together, with the same rows, and get the same results; only
+`Head.logits` and `Head.product`, which tokens are sampled from, gather the logits of all parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.footprint import Entropy, HeadOptions, rows_at_once
@@ -59,12 +61,23 @@ class Head:
         return Head(layer.weight, layer.bias, shape, getattr(model, VOCABULARY_PART, None))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary], in float32 or better; of this process's part of the vocabulary only, where it is divided."""
+        """Logits [R, vocabulary], in float32 or better. Without gradient where the vocabulary is divided."""
         return self.shape.logits(self.product(hidden))
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits before scale and cap."""
-        return product(hidden, self.weight, self.bias)
+        own = product(hidden, self.weight, self.bias)
+        return own if self.part is None else gather_vocabulary(own, self.part)
+
+
+def gather_vocabulary(own: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+    """Numbers [R, vocabulary] in the order of the vocabulary, from this process's part of them [R, its rows]. Sizes do not depend on the
+    process, and nothing waits, so that a CUDA graph can hold it."""
+    if not len(own):
+        return own.new_empty(0, part.vocabulary)
+    missing = part.each - own.shape[1]
+    found = part.gather(F.pad(own, (0, missing)) if missing else own)  # [parts, R, each]
+    return found.transpose(0, 1).flatten(1)[:, : part.vocabulary]
 
 
 def token_logprobs(

@@ -60,7 +60,7 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
     """The workers in groups of `size`. A group is made by its own workers alone, because workers with other roles do not come here; every
     worker makes its group of replicas first."""
-    places = ranks.before + torch.arange(ranks.size).view(-1, size)
+    places = torch.tensor(ranks.numbers).view(-1, size)
     lines = [line for line in (*places.t().tolist(), *places.tolist()) if ranks.number in line]
     groups = [dist.new_group(line, timeout=ranks.deadline, use_local_synchronization=True) for line in lines]
     return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a model's tensors: arithmetic alone, without torch.
+"""How tensor and expert parallelism cut a model's tensors: arithmetic alone, without torch.
 
 Enters: a model's sizes and the number of members that share it. Leaves: which sizes are legal, and why another one is not; for a tensor,
 which of its rows or columns each member holds (`Cut`). Guaranteed: every row or column is held by at least one member, and by as many as
@@ -7,7 +7,9 @@ its section says; members that hold the same ones are neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
@@ -58,6 +60,11 @@ class Cut:
         return any(section.copies > 1 for section in self.sections)
 
     @property
+    def in_order(self) -> bool:
+        """Whether the parts of all members, one behind the other, are the whole tensor."""
+        return self.dim == 0 and len(self.sections) == 1 and self.sections[0].copies == 1 and self.length % self.sections[0].each == 0
+
+    @property
     def length(self) -> int:
         """The length of the whole tensor along the dimension that is cut."""
         return sum(section.length for section in self.sections)
@@ -71,9 +78,32 @@ class Cut:
             start += section.length
         return found
 
+    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a member's part of a tensor."""
+        own = sum(map(len, self.parts(rank)))
+        return (*whole[: self.dim], own, *whole[self.dim + 1 :])
+
     def at(self, dim: int) -> Cut:
         """The same cut along another dimension."""
         return Cut(dim, self.sections)
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """A tensor that members hold in parts."""
+
+    cut: Cut
+    shape: tuple[int, ...]  # of the whole
+    size: int  # members
+
+    def to_json(self) -> dict[str, Any]:
+        sections = [[section.length, section.each, section.copies] for section in self.cut.sections]
+        return {"dim": self.cut.dim, "sections": sections, "shape": list(self.shape), "size": self.size}
+
+    @staticmethod
+    def from_json(given: Mapping[str, Any]) -> CutTensor:
+        cut = Cut(given["dim"], tuple(Section(*section) for section in given["sections"]))
+        return CutTensor(cut, tuple(given["shape"]), given["size"])
 
 
 def even(length: int, size: int, unit: int = 1) -> Section:
@@ -118,3 +148,26 @@ def require_legal(shape: Shape, size: int, key: str) -> None:
     """`key`: the setting that gives the size."""
     if (reason := why_not(shape, size)) is not None:
         raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_sizes(shape), 32)}")
+
+
+def why_not_experts(shape: Shape, size: int) -> str | None:
+    """Why a model's experts cannot be divided among so many workers; None: they can."""
+    counts = expert_counts(shape)
+    if size > 1 and not counts:
+        return "the model has no experts"
+    return next((f"the model has {count} experts in a layer" for count in counts if count % size), None)
+
+
+def legal_expert_sizes(shape: Shape) -> list[int]:
+    return [size for size in range(1, min(expert_counts(shape), default=1) + 1) if why_not_experts(shape, size) is None]
+
+
+def require_legal_experts(shape: Shape, size: int, key: str) -> None:
+    """`key`: the setting that gives the size."""
+    if (reason := why_not_experts(shape, size)) is not None:
+        raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_expert_sizes(shape), 32)}")
+
+
+def expert_counts(shape: Shape) -> list[int]:
+    """The different numbers of experts that layers of the model have."""
+    return sorted({layer.experts.count for layer in shape.layers if layer.experts})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +37,32 @@ class Ranks:
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
     deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own
+    step: int = 1  # how far apart the numbers of neighbours are: above 1 in a line of workers
 
     @property
     def number(self) -> int:
         """This worker's number among all of the run."""
-        return self.before + self.rank
+        return self.before + self.rank * self.step
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all these workers among those of the run."""
+        return [self.before + place * self.step for place in range(self.size)]
+
+    def line(self, size: int, step: int = 1) -> Ranks:
+        """The group of this worker and others, `size` in all, each `step` places behind the one before it. A group is made by its own
+        workers alone, because workers with other roles do not come here; all of these must call it at the same time.
+
+        Example, 8 workers: line(2) is 0 1, 2 3, 4 5 and 6 7; line(2, 2) is 0 2, 1 3, 4 6 and 5 7; line(4, 2) is 0 2 4 6 and 1 3 5 7
+        """
+        assert self.step == 1 and self.size % (size * step) == 0, f"{self.size} workers in lines of {size}, {step} places apart"
+        if size == self.size:
+            return self
+        first = self.rank - self.rank % (size * step) + self.rank % step
+        found = replace(self, rank=(self.rank - first) // step, size=size, group=None, before=self.before + first, step=step)
+        if size == 1:
+            return found
+        return replace(found, group=dist.new_group(found.numbers, timeout=self.deadline, use_local_synchronization=True))
 
     @property
     def of_run(self) -> int:

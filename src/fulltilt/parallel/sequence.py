@@ -9,7 +9,7 @@ to `Ranks.moved`. All workers of a group must make the same passes at the same t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,11 @@ import torch.distributed as dist
 from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
 
 
-def make_groups(ranks: Ranks, sizes: Collection[int]) -> dict[int, SequenceGroup]:
+def make_groups(ranks: Ranks, sizes: Collection[int], step: int = 1) -> dict[int, SequenceGroup]:
     """For each size above 1 the group of this worker: neighbours, which are on one machine where a machine's workers are a multiple of the
-    size. All workers of `ranks` must call it with the same sizes."""
-    found = {}
-    for size in sorted({*sizes} - {1}):
-        first = ranks.before + ranks.rank // size * size
-        group = dist.new_group(list(range(first, first + size)), timeout=ranks.deadline, use_local_synchronization=True)
-        found[size] = SequenceGroup(replace(ranks, rank=ranks.rank % size, size=size, group=group))
-    return found
+    size; or `step` places apart, where so many neighbours each hold a part of the model. All workers of `ranks` must call it with the same
+    sizes."""
+    return {size: SequenceGroup(ranks.line(size, step)) for size in sorted({*sizes} - {1})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,17 +84,17 @@ class Exchanged(torch.autograd.Function):
         return exchange(of_parts, ctx.ranks), None
 
 
-def exchange(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Sequence[int]] | None = None) -> torch.Tensor:
+    """Place i [size, ...] goes to worker i, and place i of the result is from worker i. With `counts`, it is not one place for each worker
+    but so many rows: the numbers that go to each, and those that come from each."""
     parts = parts.contiguous()
     ranks.moved["all-to-all"] += parts.nbytes
-    if parts.is_cuda and dist.get_backend(ranks.group) == "gloo":  # workers that share a GPU: gloo exchanges main memory only
-        on_host = parts.cpu()
-        found = torch.empty_like(on_host)
-        dist.all_to_all_single(found, on_host, group=ranks.group)
-        return found.to(parts.device)
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=ranks.group)
-    return found
+    sent, received = counts or (None, None)
+    # Workers that share a GPU: gloo exchanges main memory only.
+    given = parts.cpu() if parts.is_cuda and dist.get_backend(ranks.group) == "gloo" else parts
+    found = torch.empty_like(given) if received is None else given.new_empty(sum(received), *given.shape[1:])
+    dist.all_to_all_single(found, given, received, sent, group=ranks.group)
+    return found.to(parts.device)
 
 
 class Gathered(torch.autograd.Function):

@@ -43,28 +43,34 @@ class SliceTable:
 
     def local_slice(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A member's part of a whole tensor: a view where it is one stretch."""
-        cut = self.cuts[name]
-        found = [whole.narrow(cut.dim, part.start, len(part)) for part in cut.parts(rank)]
-        return found[0] if len(found) == 1 else torch.cat(found, cut.dim)
+        return take_part(self.cuts[name], whole, rank)
 
     def assemble(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor from the parts of all members; copies are the same."""
-        return self._joined(name, parts, add=False)
+        return join(self.cuts[name], parts)
 
     def join_gradients(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole gradient from what all members have found before `sum_shared`."""
-        return self._joined(name, parts, add=True)
+        return join(self.cuts[name], parts, add=True)
 
-    def _joined(self, name: str, parts: Sequence[torch.Tensor], *, add: bool) -> torch.Tensor:
-        cut, shape = self.cuts[name], list(parts[0].shape)
-        shape[cut.dim] = cut.length
-        whole = parts[0].new_zeros(shape)
-        for rank, own in enumerate(parts):
-            ranges = cut.parts(rank)
-            for part, given in zip(ranges, own.split([len(each) for each in ranges], cut.dim), strict=True):
-                target = whole.narrow(cut.dim, part.start, len(part))
-                target.copy_(target + given if add else given)
-        return whole
+
+def take_part(cut: Cut, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """A member's part of a whole tensor: a view where it is one stretch."""
+    found = [whole.narrow(cut.dim, part.start, len(part)) for part in cut.parts(rank)]
+    return found[0] if len(found) == 1 else torch.cat(found, cut.dim)
+
+
+def join(cut: Cut, parts: Sequence[torch.Tensor], *, add: bool = False) -> torch.Tensor:
+    """The whole tensor from the parts of all members. `add`: what several hold is summed; otherwise it is the same."""
+    shape = list(parts[0].shape)
+    shape[cut.dim] = cut.length
+    whole = parts[0].new_zeros(shape)
+    for rank, own in enumerate(parts):
+        ranges = cut.parts(rank)
+        for part, given in zip(ranges, own.split([len(each) for each in ranges], cut.dim), strict=True):
+            target = whole.narrow(cut.dim, part.start, len(part))
+            target.copy_(target + given if add else given)
+    return whole
 
 
 def slice_table(model: torch.nn.Module, size: int) -> SliceTable:

@@ -18,13 +18,23 @@ must make the same passes.
     last norm      all-gather                           reduce-scatter
     head           own part of the vocabulary, sums     own part of the vocabulary
     score          own tokens, all-gather               own tokens
+
+A decoding step has few tokens, whose cost is the number of collectives: there every member has all tokens between the layers too, and one
+all-reduce behind a layer takes the place of the two others.
+
+The native engine generates on such a model: each member runs the engine in its own process on the same prompts, with a KV cache of its own
+key heads (`member_layers`). Logits are gathered from all members, so all sample from the same numbers and draw the same tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -33,13 +43,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fulltilt.kernels.token_logprobs import VocabularyPart
+from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import Section, vocabulary_rows
 from fulltilt.parallel.layout import EXCHANGE_BYTES
-from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
-from fulltilt.parallel.slices import SliceTable, body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
+from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
+from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
+from fulltilt.parallel.slices import body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
+
+THROUGH_THE_HOST = "the members of its tensor-parallel group exchange numbers through the host (gloo)"
 
 # ---- tokens between members ------------------------------------------------------------------------------------------------------------
 
@@ -50,37 +64,66 @@ class TokenExchange:
 
     ranks: Ranks
     tokens: int = 0  # T of the pass that is running
+    decoding: bool = False  # whether it decodes: then each member has all tokens, and there is no gradient
+    moved: Counter[str] = field(init=False)  # where bytes of collectives are counted
+
+    def __post_init__(self) -> None:
+        self.moved = self.ranks.moved
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """All members' tokens; they go on to compute parts of what follows, whose gradients are summed."""
-        return _Gather.apply(own, self, self.tokens, True)
+        return own if self.decoding else _Gather.apply(own, self, self.tokens, True)
 
     def gather_results(self, own: torch.Tensor) -> torch.Tensor:
         """All members' tokens; they go on to compute the same, whose gradient is the same for each."""
         return _Gather.apply(own, self, self.tokens, False)
 
     def scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over members of what they have for all tokens, of which each gets its own."""
-        return _Scatter.apply(parts, self)
+        """The sum over members of what they have for all tokens, of which each gets its own; all of them when decoding."""
+        return self.all_reduce(parts) if self.decoding else _Scatter.apply(parts, self)
 
     def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
         rows = own.reshape(-1, own.shape[-1]).contiguous()
         found = rows.new_empty(len(rows) * self.ranks.size, rows.shape[1])
-        self.ranks.moved["all-gather"] += found.nbytes
+        self.moved["all-gather"] += found.nbytes
         gather_into(found, rows, group=self.ranks.group)
         return found[:tokens].view(*own.shape[:-2], tokens, -1)
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         rows = self.padded(parts)
         found = rows.new_empty(len(rows) // self.ranks.size, rows.shape[1])
-        self.ranks.moved["reduce-scatter"] += rows.nbytes
+        self.moved["reduce-scatter"] += rows.nbytes
         reduce_into(found, rows, group=self.ranks.group)
         return found.view(*parts.shape[:-2], len(found), -1)
 
+    def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over members, in the memory of `parts` where that is contiguous."""
+        found = parts.contiguous()
+        self.moved["all-reduce"] += found.nbytes
+        dist.all_reduce(found, group=self.ranks.group)
+        return found
+
     def most(self, tensor: torch.Tensor) -> None:
         """The largest number of all members, in place."""
-        self.ranks.moved["all-reduce"] += tensor.nbytes
+        self.moved["all-reduce"] += tensor.nbytes
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+
+    def stack(self, own: torch.Tensor) -> torch.Tensor:
+        """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
+        found = own.new_empty(self.ranks.size, *own.shape)
+        self.moved["all-gather"] += found.nbytes
+        gather_into(found.view(-1), own.detach().reshape(-1), group=self.ranks.group)
+        return found
+
+    @contextlib.contextmanager
+    def counted_apart(self) -> Iterator[Callable[[], None]]:
+        """Leave collectives out of `Ranks.moved`, and yield a function that adds them to it: they are part of a CUDA graph, which is
+        captured once and runs many times."""
+        apart = self.moved = no_bytes()
+        try:
+            yield lambda: self.ranks.moved.update(apart)
+        finally:
+            self.moved = self.ranks.moved
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This member's tokens of all."""
@@ -120,68 +163,82 @@ class _Scatter(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class TensorSplit:
+class TensorSplit(ModelPart):
     """A model that is divided among the members of a group, as this member has it."""
 
-    model: torch.nn.Module
-    table: SliceTable
     exchange: TokenExchange
 
-    @property
-    def ranks(self) -> Ranks:
-        return self.exchange.ranks
+    def saved_as(self, name: str) -> str | None:
+        """What all members hold, the first one saves."""
+        return None if self.is_whole(name) and self.ranks.rank else super().saved_as(name)
 
     @torch.no_grad()
-    def sum_shared(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Make gradients whole, in place, of numbers that several members hold. All members give those of the same parameters."""
+    def sum_shared(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> None:
+        """Make gradients whole, in place, of numbers that several members hold. `gradients`: flat, those of `own`, a range of the numbers
+        of this member's part of each parameter, or all. All members give the same ranges of the same parameters."""
         pending: list[tuple[torch.Tensor, int]] = []
         filled = 0
-        for given, length, place in self._shared_pieces(gradients):
-            limit = EXCHANGE_BYTES // given.element_size()
+        for given, copies in self._stretches(gradients, own):
+            if copies == 1:
+                continue
+            number, limit = len(given), EXCHANGE_BYTES // given.element_size()
+            length = number * (self.ranks.size // copies)  # of all members' stretches
             if pending and (filled + length > limit or given.dtype != pending[0][0].dtype):
                 self._sum(pending, filled)
                 pending, filled = [], 0
-            pending.append((given, filled + place))
+            pending.append((given, filled + number * (self.ranks.rank // copies)))
             filled += length
         if pending:
             self._sum(pending, filled)
 
-    def counted(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The stretches of a parameter's tensor that this member counts in a norm over all members, which counts every number once."""
-        cut, rank = self.table.cuts[name], self.ranks.rank
-        stretches = tensor.split([len(part) for part in cut.parts(rank)], cut.dim)
-        return [own for section, own in zip(cut.sections, stretches, strict=True) if rank % section.copies == 0]
+    def norm(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> torch.Tensor:
+        """This member's part of a norm over all members, which counts every number once, however many members hold it."""
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for given, copies in self._stretches(gradients, own):
+            by_copies.setdefault(copies, []).append(given)
+        found = [torch.nn.utils.get_total_norm(each).double().square() / copies for copies, each in by_copies.items()]
+        return sum(found, torch.zeros((), dtype=torch.float64, device=found[0].device if found else None)).sqrt()
 
-    def _shared_pieces(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """This member's stretches of shared sections; how many numbers all members' stretches are together, and where this one begins."""
-        for name, gradient in gradients.items():
-            cut = self.table.cuts[name]
-            stretches = gradient.split([len(part) for part in cut.parts(self.ranks.rank)], cut.dim)
-            for section, own in zip(cut.sections, stretches, strict=True):
-                if section.copies > 1:
-                    number = own.numel()
-                    yield own, number * (self.ranks.size // section.copies), number * (self.ranks.rank // section.copies)
+    def _stretches(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None) -> Iterator[tuple[torch.Tensor, int]]:
+        """The numbers of each section of each parameter, flat, and how many members hold the same."""
+        for name, given in gradients.items():
+            begin, first = 0, own[name].start if own else 0
+            for end, copies in self.sections(name):
+                start, stop = (min(len(given), max(0, place - first)) for place in (begin, end))
+                if start < stop:
+                    yield given[start:stop], copies
+                begin = end
+
+    def sections(self, name: str) -> list[tuple[int, int]]:
+        """Of each section of this member's part of a parameter, where it ends in the flat numbers, and how many members hold the same."""
+        cut, shape = self.table.cuts[name], self.shapes[name]
+        if not cut.shared:
+            return [(math.prod(shape), 1)]
+        assert cut.dim == 0, f"{name}: only rows are held by several members"
+        ends = itertools.accumulate(len(part) for part in cut.parts(self.ranks.rank))
+        return [(end * math.prod(shape[1:]), section.copies) for end, section in zip(ends, cut.sections, strict=True)]
 
     def _sum(self, pieces: Sequence[tuple[torch.Tensor, int]], length: int) -> None:
         sample = pieces[0][0]
         memory = torch.zeros(length, dtype=sample.dtype, device=sample.device)
         for own, place in pieces:
-            memory[place : place + own.numel()] = own.reshape(-1)
+            memory[place : place + len(own)] = own
         self.ranks.sum(memory)
         for own, place in pieces:
-            own.copy_(memory[place : place + own.numel()].view(own.shape))
+            own.copy_(memory[place : place + len(own)])
 
 
 @torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
-    """Divide a whole model among the members of a group. Call it before layers are fused or recomputed and before the optimizer is made."""
+    """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
+    optimizer is made."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
-    found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks))
+    found = TensorSplit(model, slice_table(model, ranks.size), ranks, shapes_of(model), TokenExchange(ranks))
     divide_vocabulary(model, found)
     for block in parallel_blocks(model):
         if hasattr(block, "o_proj"):
             tell_heads(block, ranks.size)
-            block.register_forward_pre_hook(note_tokens(found.exchange), with_kwargs=True)
+            block.register_forward_pre_hook(note_pass(found.exchange), with_kwargs=True)
         block.register_forward_pre_hook(gather_before(found.exchange), with_kwargs=True)
         block.register_forward_hook(scatter_behind(found.exchange))
         if ranks.rank:
@@ -190,24 +247,9 @@ def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
     return found
 
 
-def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None:
-    """Replace every parameter by this member's part. A tied one stays tied."""
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for leaf, whole in list(module.named_parameters(recurse=False)):
-            if whole not in made:
-                own = table.local_slice(f"{prefix}.{leaf}", whole.detach(), rank).clone(memory_format=torch.contiguous_format)
-                made[whole] = torch.nn.Parameter(own, requires_grad=whole.requires_grad)
-            setattr(module, leaf, made[whole])
-        if isinstance(module, torch.nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
-        elif isinstance(module, torch.nn.Embedding):
-            module.num_embeddings = len(module.weight)
-
-
 def tell_heads(block: Any, size: int) -> None:
     """Give an attention layer the number of its own heads. Most take it from their weights."""
-    heads, key_heads = (max(1, count // size) for count in head_counts(block))
+    heads, key_heads = (heads_of_member(count, size) for count in head_counts(block))
     own = {"num_heads": heads, "num_key_value_heads": key_heads, "num_key_value_groups": heads // key_heads}
     for name, number in own.items():
         if hasattr(block, name):
@@ -215,6 +257,16 @@ def tell_heads(block: Any, size: int) -> None:
     if hasattr(block, "qkv_proj"):
         block.config = copy.copy(block.config)
         block.config.num_attention_heads, block.config.num_key_value_heads = heads, key_heads
+
+
+def heads_of_member(heads: int, size: int) -> int:
+    """Heads that each member has; where there are fewer than members, several members have the same one."""
+    return max(1, heads // size)
+
+
+def member_layers(layers: Mapping[int, LayerShape], size: int) -> dict[int, LayerShape]:
+    """The shapes of what a member caches, from those of the whole model: its own key heads."""
+    return {index: replace(shape, key_heads=heads_of_member(shape.key_heads, size)) for index, shape in layers.items()}
 
 
 def leave_out_biases(block: torch.nn.Module) -> None:
@@ -231,13 +283,18 @@ def without_bias(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 # ---- hooks of blocks: a block sees all tokens -------------------------------------------------------------------------------------------
 
 
-def note_tokens(exchange: TokenExchange) -> Callable[..., None]:
-    """Attention comes first in a layer and is told the number of tokens, also where a layer is recomputed after another pass has begun."""
+def note_pass(exchange: TokenExchange) -> Callable[..., None]:
+    """Attention comes first in a layer and is told what pass it is, also where a layer is recomputed after another pass has begun."""
 
     def hook(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        exchange.tokens = kwargs["position_embeddings"][0].shape[-2]
+        exchange.tokens, exchange.decoding = kwargs["position_embeddings"][0].shape[-2], decodes(kwargs)
 
     return hook
+
+
+def decodes(kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are the arguments of a decoding step."""
+    return isinstance(kwargs.get("fulltilt"), Decode)
 
 
 def gather_before(exchange: TokenExchange) -> Callable[..., Any]:
@@ -269,9 +326,15 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     if first.padding_idx is not None:
         first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
     first.forward = MethodType(embed_own(exchange, rows[0]), first)
+    body.register_forward_pre_hook(lambda body, args, kwargs: setattr(exchange, "decoding", decodes(kwargs)), with_kwargs=True)
     body.register_forward_hook(gather_output(exchange))
     # Functions, not methods: a copy of the model uses the same group.
-    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), lambda own: ranks.sum(own), lambda own: exchange.most(own))
+    vocabulary = len(embeddings[-1].weight)
+    part = VocabularyPart(
+        rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: ranks.sum(own),
+        most=lambda own: exchange.most(own), gather=lambda own: exchange.stack(own), counted_apart=lambda: exchange.counted_apart(),
+        not_captured=THROUGH_THE_HOST if dist.get_backend(ranks.group) == "gloo" else None,
+    )  # fmt: skip
     for each in (model, body):
         setattr(each, VOCABULARY_PART, part)
     if isinstance(model, ScalarModel):

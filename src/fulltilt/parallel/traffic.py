@@ -1,24 +1,76 @@
 """What the collectives of a step move, predicted.
 
 Enters: what each role does in a step (`RoleWork`), what workers share out, and where workers hold the rows, which of them go where
-(`RowTraffic`). Leaves: bytes by kind of collective, as `Ranks.moved` counts them on every worker; of all-to-alls, on the worker that sends
-most. Guaranteed: arithmetic alone, equal to the count for steps whose gradients are finite (one that is skipped gathers nothing), if a
-gradient reaches every layer. Recomputed layers count as others: their parameters are gathered for the backward pass anyway.
+(`RowTraffic`). Leaves: bytes by kind of collective, as `Ranks.moved` counts them; where workers move different numbers of bytes, those of
+the worker that moves most of the kind. Guaranteed: arithmetic alone, equal to the count for steps whose gradients are finite (one that is
+skipped gathers nothing), if a gradient reaches every layer.
+
+Recompute does not change what is moved for parameters that are shared out: they are gathered for the backward pass anyway. Collectives
+inside layers, those of Ulysses (`ulysses_pass`) and of tensor parallelism (`tensor_pass`), run again in layers that are computed again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
 
 from fulltilt.parallel.holdings import by_type
-from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning
+from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
 from fulltilt.parallel.parcels import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
+from fulltilt.shape import DecoderLayer, Recompute, Shape
 
+Reads = Literal["value", "logprob", "entropy"]  # what a pass reads of a token: a critic's number, the log-prob, or that and the entropy
 NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parameter whether it has a gradient
 PASSES = 8  # bytes of a number of passes that workers agree on, where all must make as many
+COLUMNS, ROUTER = ("o_proj", "down_proj"), "shared_expert_gate"  # projections that tensor parallelism cuts by columns, or leaves whole
 WHITENING = 5  # sums, or numbers of all workers, that whitening asks for: two counts, the ends, the sum, the sum of squares
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens of a micro-batch, and which results are read.
+
+    Example, a prompt of 4 tokens and a response of 5: Stream(9, [range(3, 8)])
+    """
+
+    tokens: int
+    read: Sequence[range]  # places, ascending: those before trained tokens, whose log-probs, entropies or values are read
+
+    @staticmethod
+    def of(rows: Iterable[tuple[int, int]]) -> Stream:
+        """The stream of rows, given by the tokens of each prompt and of each response, which is trained on."""
+        end, read = 0, []
+        for prompt, response in rows:
+            read.append(range(end + prompt - 1, end + prompt + response - 1))
+            end += prompt + response
+        return Stream(end, read)
+
+    @property
+    def results(self) -> int:
+        return sum(map(len, self.read))
+
+    def most_results(self, size: int) -> int:
+        """How many results are read of the part that has most, where `size` workers have a part of the tokens each."""
+        each = padded(self.tokens, size) // size
+        return max(sum(overlap(places, rank * each, (rank + 1) * each) for places in self.read) for rank in range(size))
+
+
+FILLER = Stream(2, (range(1),))  # of a worker that has fewer micro-batches than others, where all must run as many
+
+
+@dataclass(frozen=True)
+class SequenceWork:
+    """The micro-batches of a role that groups of workers share (parallel/sequence.py), without fillers."""
+
+    shape: Shape
+    size: int  # workers of a group
+    updates: Sequence[Sequence[Stream]] = ()  # of each group, in all optimizer steps
+    scored: Sequence[Sequence[Stream]] = ()  # of each group, in all phases without gradient
+    reads: Reads = "entropy"  # in updates; "value" for a critic
+    recompute: Recompute = field(default_factory=Recompute)
 
 
 @dataclass(frozen=True)
@@ -31,6 +83,7 @@ class RoleWork:
     passes: int = 0  # with gradient, in all of them: of the worker with the most, whose number the others fill up to
     scored: Sequence[int] = ()  # passes without gradient of each phase, of the worker with the most
     synced: int = 0  # how often a rollout engine gets the new values
+    sequence: SequenceWork | None = None  # where groups of workers share micro-batches; `passes` and `scored` are then those of a group
 
 
 @dataclass(frozen=True)
@@ -40,6 +93,7 @@ class Trip:
     tokens: int
     home: int  # the rank of the worker that holds it
     computed: int  # the rank of the worker that computes with it
+    tells: bool = True  # whether this worker gives numbers back: of several that compute the row together, the first one
 
 
 @dataclass(frozen=True)
@@ -59,17 +113,19 @@ class RowTraffic:
     exchanges: Sequence[Exchange]
     sums: int = 0  # sums over all workers: whitening takes WHITENING of them, unless all numbers are equal
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that a worker sends, the sizes of its parcels included."""
-        everyone, own = self.workers * 2 * COUNT, 0
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each worker sends, the sizes of its parcels included."""
+        of_everyone = self.workers * 2 * COUNT
+        found = [self.sums * (of_everyone + self.workers * MOST_NUMBERS * 8)] * self.workers
         for exchange in self.exchanges:
-            abroad = [trip for trip in exchange.trips if trip.home != trip.computed]
+            found = [count + of_everyone * (1 + exchange.returns) for count in found]
             of_token = TOKEN_BYTES + exchange.fields * NUMBER_BYTES
-            own += everyone + sum(ROW_ENTRY.itemsize + trip.tokens * of_token for trip in abroad if trip.home == rank)
-            if exchange.returns:
-                back = [trip for trip in abroad if trip.computed == rank]
-                own += everyone + sum(NUMBERS_ENTRY.itemsize + trip.tokens * NUMBER_BYTES for trip in back)
-        return own + self.sums * (everyone + self.workers * MOST_NUMBERS * 8)
+            for trip in (trip for trip in exchange.trips if trip.home != trip.computed):
+                found[trip.home] += ROW_ENTRY.itemsize + trip.tokens * of_token
+                if exchange.returns and trip.tells:
+                    found[trip.computed] += NUMBERS_ENTRY.itemsize + trip.tokens * NUMBER_BYTES
+        return found
 
 
 def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None) -> Counter[str]:
@@ -77,9 +133,11 @@ def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | No
     found: Counter[str] = Counter()
     for role in roles if sharding.workers > 1 else ():
         found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
-    if rows:
-        found[KIND] = max(map(rows.sent_bytes, range(rows.workers)))
-    return found
+    streams = [sum((of_sequence(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
+    parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
+    apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
+    kinds = sorted({kind for own in apart for kind in own})
+    return found + Counter({kind: max(own[kind] for own in apart) for kind in kinds})
 
 
 def of_whole(role: RoleWork, workers: int) -> Counter[str]:
@@ -122,7 +180,125 @@ def exchanged(sizes: Sizes, workers: int) -> int:
     return -(-layout.stretch // at_once) * at_once * workers * itemsize
 
 
+# ---- passes that several workers compute together ----------------------------------------------------------------------------------------
+
+
+def of_sequence(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
+    """What a worker moves in passes over streams that its group shares. Where parameters are shared out, groups with fewer streams than
+    others run fillers."""
+    work, found = role.sequence, Counter[str]()
+    if work is None or work.size == 1:
+        return found
+    updates, scored = (list(each[rank // work.size]) if each else [] for each in (work.updates, work.scored))
+    fillers = (role.passes - len(updates), sum(role.scored) - len(scored)) if sharding.parameters else (0, 0)
+
+    def add(stream: Stream, reads: Reads, learns: bool) -> None:
+        found.update(ulysses_pass(work.shape, work.size, role.itemsize, stream, reads, learns=learns, recompute=work.recompute))
+
+    for stream in updates:
+        add(stream, work.reads, True)
+    for stream in scored:
+        add(stream, "logprob", False)
+    for count, learns in zip(fillers, (True, False), strict=True):
+        for _ in range(count):
+            add(FILLER, "logprob", learns)
+    return found
+
+
+def ulysses_pass(
+    shape: Shape, size: int, itemsize: int, stream: Stream, reads: Reads, *,
+    learns: bool, recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+) -> Counter[str]:  # fmt: skip
+    """Bytes on each worker of a group of `size` in a pass over a stream that the group shares (parallel/sequence.py).
+
+    In every layer queries, keys and values go to the workers that have their heads, and attention's output goes back; so do their
+    gradients, and where a layer is computed again, all of it goes once more. Results are gathered, of each worker as many as the one with
+    most has."""
+    own = padded(stream.tokens, size) // size
+    again = {index for unit in recompute.units(len(shape.layers)) for index in unit} if learns else set()
+    times = [1 + learns + (index in again) for index in range(len(shape.layers))]
+    numbers = sum(count * exchanged_numbers(layer, size) for count, layer in zip(times, shape.layers, strict=True))
+    results = (2 if reads == "entropy" else 1) * size * stream.most_results(size)
+    return Counter({KIND: own * numbers * itemsize, "all-gather": results * max(4, itemsize)})
+
+
+def exchanged_numbers(layer: DecoderLayer, size: int) -> int:
+    """Numbers of a token that go around attention: queries, keys, values and output. Where there are fewer key heads than workers, each
+    worker gets one."""
+    key_heads = layer.key_heads if layer.key_heads % size == 0 else size
+    return (2 * layer.heads + 2 * key_heads) * layer.head_width
+
+
+def tensor_pass(
+    shape: Shape, size: int, itemsize: int, stream: Stream, reads: Reads, *,
+    learns: Literal["all", "adapters", "none"] = "all", recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+) -> Counter[str]:  # fmt: skip
+    """Bytes on each member of a tensor-parallel group in a pass over a stream (parallel/tensor.py). `learns`: parameters that have a
+    gradient; with adapters, every attention and feed-forward layer has one."""
+    blocks = 2 * len(shape.layers)  # attention and feed-forward layers: tokens are gathered before each, and summed and dealt out behind
+    gathers = blocks + 1  # behind the last norm
+    scatters = blocks + 1  # behind the embedding
+    if learns != "none":
+        # A gather's backward pass is a scatter, and the other way round. With adapters alone no gradient enters the first layer's gather
+        # and the embedding.
+        gathers, scatters = (each + blocks + (learns == "all") for each in (gathers, scatters))
+        for unit in recompute.units(len(shape.layers)):
+            # Computing layers again stops at the last tensor that was saved for their backward pass. Where the last block's sum is merely
+            # added to the residual, that comes before it.
+            gathers, scatters = gathers + 2 * len(unit), scatters + 2 * len(unit) - (not norms_behind_blocks(shape))
+    tokens, wide = padded(stream.tokens, size), max(4, itemsize)
+    found = Counter({"all-gather": gathers * tokens * shape.width * itemsize, "reduce-scatter": scatters * tokens * shape.width * itemsize})
+    if reads == "value":
+        found["all-gather"] += tokens * wide
+    else:  # the largest number of a row; the sum of exponentials, the chosen one, and what the entropy needs
+        found["all-reduce"] = (4 if reads == "entropy" else 3) * max(1, stream.results) * wide
+    return found
+
+
+def norms_behind_blocks(shape: Shape) -> bool:
+    return shape.family is not None and shape.family.norms > 2
+
+
+def shared_numbers(shape: Shape, size: int, *, score: int = 0) -> int:
+    """Numbers whose gradients members of a tensor-parallel group sum before each optimizer step (`TensorSplit.sum_shared`), because several
+    hold them: norms, routers, biases that are added once, and heads of keys and values where there are fewer than members. `score`: numbers
+    of a critic's head."""
+    family, found = shape.known_family(), score + shape.parameters_by_kind()["norms"]
+    for layer in shape.layers:
+        found += layer.experts.count * shape.width if layer.experts else 0
+        found += 2 * layer.head_width if family.head_norms else 0
+        for name, (inner, outer, _) in shape.products(layer).items():
+            found += duplicated_rows(layer, name, size) * (inner + bool(family.qkv_bias))
+            if name.endswith(COLUMNS):
+                found += outer if (family.output_bias if name.endswith("o_proj") else family.mlp_bias) else 0
+            elif name.endswith(ROUTER):
+                found += inner * outer
+    return found
+
+
+def shared_adapter_numbers(
+    shape: Shape, size: int, rank: int, targets: Iterable[str] | Literal["all-linear"] = "all-linear", stacked: Iterable[str] = ()
+) -> int:
+    """The same, where only adapters learn: of each the side that is not cut, and rows of the other one where keys and values are
+    duplicated."""
+    found = 0
+    for layer, name, (inner, outer, copies) in shape.adapted(targets, stacked):
+        whole = {"A": not name.endswith(COLUMNS), "B": name.endswith((*COLUMNS, ROUTER))}
+        found += rank * copies * (whole["A"] * inner + whole["B"] * outer) + rank * duplicated_rows(layer, name, size)
+    return found
+
+
+def duplicated_rows(layer: DecoderLayer, name: str, size: int) -> int:
+    """Rows of a projection that several of `size` members hold."""
+    projections = {"self_attn.k_proj": 1, "self_attn.v_proj": 1, "self_attn.qkv_proj": 2}
+    return projections.get(name, 0) * layer.keys if layer.key_heads % size else 0
+
+
 def sent_bytes(moved: Mapping[str, int], workers: int) -> float:
     """The fewest bytes that each worker can send, and receive, in such collectives: of what it has for the others, or needs from them,
     everything once; for an all-reduce twice."""
     return (workers - 1) / workers * sum((2 if kind == "all-reduce" else 1) * count for kind, count in moved.items())
+
+
+def overlap(places: range, start: int, end: int) -> int:
+    return max(0, min(places.stop, end) - max(places.start, start))

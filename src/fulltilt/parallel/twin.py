@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from fulltilt.model.fuse import joined_tensors, separate
+from fulltilt.model.fuse import joined_tensors, rejoin, separate
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.exchange import Exchange
 
@@ -33,6 +33,15 @@ def like(model: Model, make: Callable[[str, torch.nn.Parameter], torch.Tensor]) 
 def over_same_memory(model: Model) -> Model:
     """A second model with the memory of the first, which keeps it when the first is shared out. Layers that run as one product still do."""
     return like(model, lambda name, parameter: parameter.detach())
+
+
+def with_memory_of_its_own(model: Model) -> Model:
+    """A copy. Layers that run as one product still do."""
+    found = like(model, lambda name, parameter: parameter.detach())
+    for parameter in found.parameters():
+        parameter.data = parameter.data.clone()
+    rejoin(found)
+    return found
 
 
 def without_memory(model: Model) -> Model:

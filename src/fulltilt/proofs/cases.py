@@ -157,6 +157,9 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
         own: Settings = {"cluster.workers": 2, f"{role}.dynamic_batch": False, f"{role}.micro_batch": 1}
         learner = role if role in LEARNERS else "actor"
         yield ProofCase(f"{role}.sequence_parallel", learner, measure.largest_pass(role), 1, 2, own)
+    yield ProofCase("train.tensor_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, two)
+    experts: Settings = {**two, "model.path": setup.model_of_experts}
+    yield ProofCase("train.expert_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, experts)
     # In bfloat16 two shards in float32 take as much as the whole: on CUDA four workers share it out.
     sharing: Settings = two if setup.device.type == "cpu" else {**each, "cluster.workers": 4}
     for kind in ("parameters", "gradients"):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3MoeConfig
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
@@ -67,6 +67,16 @@ def shape(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> Q
     )  # fmt: skip
 
 
+def with_experts(dense: Qwen2Config) -> Qwen3MoeConfig:
+    """A model of the same size, with four experts in each layer."""
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    more = ("bos_token_id", "pad_token_id", "tie_word_embeddings", "eos_token_id", "initializer_range")
+    return Qwen3MoeConfig(
+        **{name: getattr(dense, name) for name in (*same, *more)}, head_dim=dense.hidden_size // dense.num_attention_heads, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=dense.intermediate_size // 2, decoder_sparse_step=1,
+    )  # fmt: skip
+
+
 # On CUDA the activations that a layer keeps must be large enough to be worth a copy to the host (memory/activations.py).
 SHAPES = {"cpu": shape(32, 48, 4, 4, 160), "cuda": shape(256, 512, 4, 4, 2048)}
 # Its optimizer is larger than the buckets that pass through the device in a step (memory/offload.py).
@@ -81,6 +91,7 @@ class ProofSetup:
         self.prompt, self.response = LENGTHS[device.type]
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
+        self.model_of_experts = str(folder / "experts")
         self.pool = Pool()
         self._cluster = contextlib.ExitStack()
         self._address: str | None = None  # where the cluster answers, once it is there
@@ -115,6 +126,8 @@ class ProofSetup:
         for path in {self.large_model, self.large_scalar_model} & {value for _, value in settings if isinstance(value, str)}:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
+        if self.model_of_experts in dict(settings).values() and not Path(self.model_of_experts).exists():
+            make_model(with_experts(self.shape), Path(self.model_of_experts))
         given = {**self._base(kind), "run.dir": tempfile.mkdtemp(dir=self.folder), **dict(settings)}
         if given.get("cluster.address") == TWO_NODES:
             given["cluster.address"] = self._two_nodes()
@@ -167,7 +180,7 @@ class ProofSetup:
         return {**common, **own[kind]}
 
 
-def make_model(shape: Qwen2Config, folder: Path, *, scalar: bool = False) -> None:
+def make_model(shape: Qwen2Config | Qwen3MoeConfig, folder: Path, *, scalar: bool = False) -> None:
     """A language model, or with `scalar` the reward model, which the critic starts from too."""
     torch.manual_seed(1 if scalar else 0)
     (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(shape).save_pretrained(folder)

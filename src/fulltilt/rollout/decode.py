@@ -5,7 +5,7 @@ log-probs that each row drew, up to the end token or the longest response. Guara
 every step; on CUDA one captured graph per batch size runs a step (model, head, sampling and stop detection), captured once and used for as
 long as the engine lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks
 for their results: by then more steps of the same rows may be running. A model that no graph can hold runs the same steps eagerly from then
-on, and `eager_reason` says why.
+on, and `eager_reason` says why. Members of a tensor-parallel group, who run the same steps, have graphs all or none.
 
     decoder.start(rows, sampling)
     first = decoder.launch(16)
@@ -20,6 +20,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -58,6 +59,16 @@ class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create,
 Drawn = tuple[list[int], list[float]]  # the new tokens of a row, and their log-probs
 
 
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph
+    count: Callable[[], None]  # counts the bytes of its collectives once
+
+    def run(self) -> None:
+        self.graph.replay()
+        self.count()
+
+
 class Decoder:
     def __init__(self, context: EngineContext) -> None:
         model, limits = context.model, context.limits
@@ -65,7 +76,8 @@ class Decoder:
         self.model, self.head = model, Head.of(model)
         self.block_tokens, self.rows = limits.block_tokens, rows
         self.graphs, self.required = limits.cuda_graphs, limits.graphs_required
-        self._parameters = sum(used_by_a_token(parameter, model.config) for parameter in model.parameters())
+        # Of the largest member of a tensor-parallel group, because all must run as many steps.
+        self._parameters = self._most(sum(used_by_a_token(parameter, model.config) for parameter in model.parameters()))
         self._sizes = sizes_up_to(rows)
         self.overlaps = device.type != "cpu"  # steps run while the host works on, so it pays to launch ahead
         zeros = partial(torch.zeros, device=device)
@@ -78,12 +90,12 @@ class Decoder:
         self._table = zeros(rows, 0, dtype=torch.int32)
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._pool: Any = None  # a handle of the memory of all graphs' temporaries
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captured: dict[tuple[int, bool], CapturedStep] = {}
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
         self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # of the batch
-        obstacle = why_not_captured(model) if self.graphs else None
-        if obstacle is not None:
+        obstacle = why_not_captured(model) or (self.head.part.not_captured if self.head.part else None)
+        if self.graphs and obstacle is not None:
             self._give_up_graphs(obstacle)
         self.reach(limits.longest)
 
@@ -150,7 +162,7 @@ class Decoder:
             if step is None:
                 self._step(self._size, restricted)
             else:
-                step.replay()
+                step.run()
         # Copied after these steps and before any others, because later steps overwrite the ring buffers.
         return partial(self._take, self._results())
 
@@ -197,7 +209,15 @@ class Decoder:
         )
         finish(tokens, logprobs, self._ends, progress, numbers)
 
-    def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:
+    def _most(self, number: int) -> int:
+        """The largest of the numbers that the members of a tensor-parallel group have, if the model is divided among some."""
+        if self.head.part is None:
+            return number
+        found = torch.tensor([number], dtype=torch.int64, device=self.model.device)
+        self.head.part.most(found)
+        return int(found)
+
+    def _graph(self, size: int, restricted: bool) -> CapturedStep | None:
         """The captured step of that size, or None if it cannot be captured: then no graph is tried again and nothing else has changed."""
         found = self._captured.get((size, restricted))
         if found is not None:
@@ -211,16 +231,19 @@ class Decoder:
             reason = f"a step of the model cannot be captured: {first_line(error)}"
         finally:
             self._progress.states.copy_(states)
-        if reason is not None:  # outside the handler, whose error still holds the memory to be freed
-            self._give_up_graphs(reason)
+        failed = self._most(int(reason is not None))  # members that fill batches up and members that do not would compute different rows
+        if failed:  # outside the handler, whose error still holds the memory to be freed
+            self._give_up_graphs(reason or "a step of the model cannot be captured by another member of the tensor-parallel group")
             return None
         self.captures += 1
         return self._captured[size, restricted]
 
-    def _capture_with_room(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
-        """Capture, if needed after freeing memory. Running out of memory is not the model's fault, so graphs are not given up for it."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return self._capture(size, restricted)
+    def _capture_with_room(self, size: int, restricted: bool) -> CapturedStep:
+        """Capture, if needed after freeing memory. Running out of memory is not the model's fault, so graphs are not given up for it. The
+        members of a tensor-parallel group run the step together, so none may try twice: they free memory first."""
+        if self.head.part is None:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return self._capture(size, restricted)
         gc.collect()
         torch.cuda.empty_cache()
         try:
@@ -231,7 +254,7 @@ class Decoder:
                 "Give the cache fewer bytes, lower rollout.max_seqs, or set rollout.cuda_graphs = false"
             ) from error
 
-    def _capture(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, restricted: bool) -> CapturedStep:
         """Run the step on empty rows, then capture it. The first runs compile the kernels, and find a wait for the device while that is
         only an error: inside a capture it would break the stream."""
         outside, side = torch.cuda.current_stream(), capture_stream()
@@ -243,9 +266,10 @@ class Decoder:
                     self._step(size, restricted)
         finally:
             outside.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, part = torch.cuda.CUDAGraph(), self.head.part
+        counting = contextlib.nullcontext(count_nothing) if part is None else part.counted_apart()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            with counting as count, torch.cuda.graph(graph, pool=self._pool, stream=side):
                 self._step(size, restricted)
         except RuntimeError as error:
             torch.cuda.set_stream(outside)  # torch leaves an invalid capture's stream as the current one
@@ -253,7 +277,7 @@ class Decoder:
             # An invalid capture fails once more when it ends: the first failure says what was wrong.
             first = error.__context__ or error
             raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
-        return graph
+        return CapturedStep(graph, count)
 
     def _give_up_graphs(self, reason: str) -> None:
         if self.required:
@@ -277,6 +301,10 @@ class Decoder:
         self._taken = lengths.astype(np.int64)
         rings = (np.take_along_axis(ring, columns, 1).tolist() for ring in (tokens, logprobs))
         return [(own[:count], values[:count]) for count, own, values in zip(counts, *rings, strict=True)]
+
+
+def count_nothing() -> None:
+    """For a step without collectives."""
 
 
 @cache

@@ -10,8 +10,9 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
 
 and `best`, a link to the best of them where a run names a metric for it. Several workers write one file of tensors each, all at once:
 `trainer-00000-of-00004.safetensors` and so on. A key is a tensor's name, or `NAME@START` for a flat piece of it, in row-major order, whose
-first number is the tensor's number START. `SavedTensors` reads any range of numbers from any set of pieces, so that a run can resume on
-another number of workers.
+first number is the tensor's number START. Where the members of a group hold one part each of a model, the name of a tensor is `NAME#PART`,
+and the file's metadata says how it is cut. `SavedTensors` reads any range of numbers from any set of pieces and parts, so that a run can
+resume on another number of workers, whatever these share out.
 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
 checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and an intact best only after a better one; a file
@@ -36,7 +37,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -49,6 +50,8 @@ from safetensors.torch import save_file
 
 from fulltilt.folders import read_file, use_usual_modes, without_waiting
 from fulltilt.memory.host import free_host_bytes
+from fulltilt.parallel.cuts import CutTensor
+from fulltilt.parallel.slices import join, take_part
 from fulltilt.records import RunWarning, UserError
 from fulltilt.words import in_bytes
 
@@ -56,6 +59,8 @@ FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
 SHARD = re.compile(r"trainer-\d{5,}-of-\d{5,}\.safetensors")  # the tensors of one of several workers
 PIECE = re.compile(r"(.*)@(\d+)", re.DOTALL)  # the key of a flat piece: the tensor's name, and where in it the piece begins
+PART = re.compile(r"(.*)#(\d+)", re.DOTALL)  # the name of a part of a tensor: the tensor's name, and which member of a group holds the part
+CUTS = "cuts"  # in a file's metadata: how each tensor is cut of which it has a part
 BEST = "best"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
@@ -83,7 +88,7 @@ class Checkpoint:
         """The tensors, for as long as the block lasts; what was read stays valid after it."""
         with contextlib.ExitStack() as files:
             opened = [files.enter_context(safe_open(self.path / name, framework="pt")) for name in self._tensor_files()]
-            yield SavedTensors(self.path, pieces_of(self.path, opened))
+            yield SavedTensors(self.path, pieces_of(self.path, opened), cuts_of(opened))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors in their shapes, of a checkpoint that one worker wrote."""
@@ -135,25 +140,50 @@ class SavedTensors:
     copy it before you change it."""
 
     path: Path
-    pieces: Mapping[str, Sequence[SavedPiece]]  # by name, in order, without gaps
+    pieces: Mapping[str, Sequence[SavedPiece]]  # by name, in order, without gaps; of a tensor in parts, those of NAME#0, NAME#1 …
+    cuts: Mapping[str, CutTensor] = field(default_factory=dict)  # how tensors in parts were cut
+    _joined: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensor that was joined last, flat
 
     def names(self) -> list[str]:
-        return sorted(self.pieces)
+        return sorted({name if (cut := PART.fullmatch(name)) is None else cut[1] for name in self.pieces})
 
     def size(self, name: str) -> int:
         """How many numbers the tensor has."""
-        return self.pieces[name][-1].stop
+        return math.prod(self.cuts[name].shape) if name in self.cuts else self.pieces[name][-1].stop
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that was saved whole. One in pieces is flat: its shape was not saved."""
+        """The shape of a tensor that was saved whole, or in parts. One in pieces is flat: its shape was not saved."""
+        if name in self.cuts:
+            return self.cuts[name].shape
         pieces = self.pieces[name]
         return pieces[0].shape if len(pieces) == 1 else (self.size(name),)
+
+    def part(self, name: str, wanted: CutTensor, rank: int, start: int, stop: int) -> torch.Tensor:
+        """A range of the numbers, flat, of a member's part of a tensor, however it was saved."""
+        if self.cuts.get(name) == wanted:
+            return self.numbers(f"{name}#{rank}", start, stop)
+        return take_part(wanted.cut, self.whole(name, wanted.shape), rank).reshape(-1)[start:stop]
+
+    def _join(self, name: str) -> torch.Tensor:
+        """A tensor in parts, flat. It is kept until another one is asked for: its ranges are often asked for one after another."""
+        if name not in self._joined:
+            own, parts = self.cuts[name], []
+            for rank in range(own.size):
+                shape, part = own.cut.shape(own.shape, rank), f"{name}#{rank}"
+                if part not in self.pieces or self.size(part) != math.prod(shape):
+                    raise damaged(self.path, f"part {rank} of {name} is missing or of another size")
+                parts.append(self.numbers(part, 0, self.size(part)).view(shape))
+            self._joined.clear()
+            self._joined[name] = join(own.cut, parts).view(-1)
+        return self._joined[name]
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A range of the tensor's numbers, flat. UserError if it goes beyond what was saved."""
         assert 0 <= start <= stop, f"numbers {start} to {stop} of {name}"
         if stop > self.size(name):
             raise damaged(self.path, f"{name} has {self.size(name)} numbers, fewer than {stop}")
+        if name in self.cuts:
+            return self._join(name)[start:stop]
         meets = [piece for piece in self.pieces[name] if piece.start < stop and piece.stop > start]
         found = [piece.read(max(start, piece.start), min(stop, piece.stop)) for piece in meets]
         if not found:
@@ -170,7 +200,10 @@ class SavedTensors:
     def select(self, prefix: str = "", *, without: tuple[str, ...] = ()) -> SavedTensors:
         """Only the tensors whose names begin with `prefix`, named without it, but none whose name begins with one of `without`."""
         chosen = {name: pieces for name, pieces in self.pieces.items() if name.startswith(prefix) and not name.startswith(without)}
-        return SavedTensors(self.path, {name.removeprefix(prefix): pieces for name, pieces in chosen.items()})
+        cuts = {
+            name.removeprefix(prefix): cut for name, cut in self.cuts.items() if name.startswith(prefix) and not name.startswith(without)
+        }
+        return SavedTensors(self.path, {name.removeprefix(prefix): pieces for name, pieces in chosen.items()}, cuts)
 
 
 @dataclass(frozen=True)
@@ -490,13 +523,22 @@ def pieces_of(path: Path, files: Iterable[Any]) -> dict[str, list[SavedPiece]]:
     return found
 
 
+def cuts_of(files: Iterable[Any]) -> dict[str, CutTensor]:
+    """How the tensors were cut that a checkpoint's open files have in parts."""
+    found: dict[str, CutTensor] = {}
+    for file in files:
+        given = json.loads((file.metadata() or {}).get(CUTS, "{}"))
+        found |= {name: CutTensor.from_json(cut) for name, cut in given.items()}
+    return found
+
+
 def damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path}: the checkpoint is damaged: {why}. Choose another step")
 
 
 def write_trainer(
     folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool, rank: int = 0, size: int = 1,
-    here: int = 1,
+    here: int = 1, cuts: Mapping[str, CutTensor] | None = None,
 ) -> Callable[[], Digests]:  # fmt: skip
     """Write the tensors of worker `rank` of `size` into a checkpoint's folder, and the first worker's exported model. With `beside`, and if
     copies of all `here` workers of this machine fit well into main memory, the tensors are only copied. Returns a function that does the
@@ -507,19 +549,25 @@ def write_trainer(
     fits = beside and here * sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
     copies = copy_to_host(tensors) if fits else None
     if copies is None:
-        write_tensors(folder, tensors, rank, size)
-    return partial(finish_trainer, folder, copies, rank, size)
+        write_tensors(folder, tensors, rank, size, cuts)
+    return partial(finish_trainer, folder, copies, rank, size, cuts)
 
 
-def finish_trainer(folder: Path, copies: dict[str, torch.Tensor] | None, rank: int, size: int) -> Digests:
+def finish_trainer(
+    folder: Path, copies: dict[str, torch.Tensor] | None, rank: int, size: int, cuts: Mapping[str, CutTensor] | None
+) -> Digests:
     if copies is not None:
-        write_tensors(folder, copies, rank, size)
+        write_tensors(folder, copies, rank, size, cuts)
         copies.clear()  # their memory is not needed while the file is hashed
     return hash_files(folder, [folder / tensors_file(rank, size)]) if size > 1 else {}
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, size: int = 1) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / tensors_file(rank, size))
+def write_tensors(
+    folder: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, size: int = 1, cuts: Mapping[str, CutTensor] | None = None
+) -> None:
+    """`cuts`: of tensors that workers save in parts."""
+    metadata = {CUTS: json.dumps({name: cut.to_json() for name, cut in cuts.items()})} if cuts else None
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / tensors_file(rank, size), metadata)
 
 
 def hash_files(folder: Path, paths: Iterable[Path], go_on: Callable[[], None] = lambda: None) -> Digests:

@@ -24,12 +24,14 @@ from torch.optim.adamw import adamw
 from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent
 from fulltilt.model.arrays import is_shard
 from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.cuts import CutTensor
 from fulltilt.parallel.exchange import copy_all, flat, length_of
+from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.checkpoint import SavedTensors
-from fulltilt.training.parameters import Held, ParameterShards, WholeParameters, device_of, shaped
+from fulltilt.training.parameters import Divided, ExpertsApart, Held, ParameterShards, WholeParameters, device_of, shaped
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -69,12 +71,13 @@ class Optimizer:
 
     `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
     `offload`: which states are on the device only when needed. It changes no bit of any step, and checkpoints fit all settings.
-    `ranks`: the workers that train the same model, each from samples of its own. `shards`: the model is shared out among them.
+    `ranks`: the workers that train the same model, each from samples of its own. `shards`: the model is shared out among them. `divided`:
+    the model is a part of one, as that of each of `ranks`; a checkpoint then has parts, too.
     """
 
     def __init__(
         self, model: torch.nn.Module, config: TrainConfig, total_updates: int, *, keeps_parameters: bool = False,
-        offload: OffloadSetting = ON_DEVICE, ranks: Ranks = ALONE, shards: Shards | None = None,
+        offload: OffloadSetting = ON_DEVICE, ranks: Ranks = ALONE, shards: Shards | None = None, divided: Divided | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.keeps_parameters = keeps_parameters
@@ -83,7 +86,14 @@ class Optimizer:
         self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
         self._parameters = trained(model)
-        self._held: Held = ParameterShards(self._parameters, shards) if shards else WholeParameters(model, self._parameters, ranks)
+        self._divided = divided
+        self._held: Held
+        if shards:
+            self._held = ParameterShards(self._parameters, shards, divided)
+        elif divided and divided.replicas:
+            self._held = ExpertsApart(model, self._parameters, ranks, divided)
+        else:
+            self._held = WholeParameters(model, self._parameters, ranks, divided)
         self._device, kinds = device_of(self._parameters), MOMENTS
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
         self._entries = [
@@ -127,8 +137,7 @@ class Optimizer:
         self.updates += 1
         self.prepare()
         gradients = self._held.reduced()
-        own_norm = torch.nn.utils.get_total_norm(list(gradients.values())) if gradients else torch.zeros((), device=self._device)
-        norm = self._held.norm(own_norm)
+        norm = self._held.norm(gradients)
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
             self._held.changed()
@@ -173,13 +182,32 @@ class Optimizer:
         steps = {share.name: share.step for share in chain.from_iterable(self._shares)}
         for entry in self._entries if self._held.saves else ():
             parameter, own = self._parameters[entry.name], self._held.own[entry.name]
+            part = self._divided.part.saved_as(entry.name) if self._divided else ""
+            if part is None:
+                continue
             if length_of(own) == parameter.numel():
-                result |= {f"{kind}/{entry.name}": shaped(numbers, parameter) for kind, numbers in self._saved(entry).items()}
+                result |= {f"{kind}/{entry.name}{part}": shaped(numbers, parameter) for kind, numbers in self._saved(entry).items()}
             else:
-                result |= {f"{kind}/{entry.name}@{own.start}": numbers for kind, numbers in self._saved(entry).items()}
+                result |= {f"{kind}/{entry.name}{part}@{own.start}": numbers for kind, numbers in self._saved(entry).items()}
             if own.start == 0:  # one worker's is enough: all count the same steps
                 result[f"step/{entry.name}"] = steps[entry.name]
         return result
+
+    def cuts(self) -> dict[str, CutTensor]:
+        """How those of `tensors` are cut that are saved in parts."""
+        if self._divided is None:
+            return {}
+        own_part = self._divided.part
+        parted = {entry.name: own_part.cut(entry.name) for entry in self._entries if not own_part.is_whole(entry.name)}
+        return {name: parted[own] for name in self._shapes() if (own := name.partition("/")[2]) in parted and not name.startswith("step/")}
+
+    def _read(self, saved: SavedTensors, kind: str, name: str) -> torch.Tensor:
+        """This worker's numbers of a parameter from a checkpoint, flat."""
+        own = self._held.own[name]
+        part = self._divided.part if self._divided else None
+        if part is None or part.is_whole(name):
+            return saved.numbers(f"{kind}/{name}", own.start, own.stop)
+        return saved.part(f"{kind}/{name}", part.cut(name), part.ranks.rank, own.start, own.stop)
 
     @torch.no_grad()
     def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
@@ -189,7 +217,7 @@ class Optimizer:
         for entry in self._entries:
             for kind, numbers in self._saved(entry).items():
                 own, parameter = self._held.own[entry.name], self._parameters[entry.name]
-                found = saved.numbers(f"{kind}/{entry.name}", own.start, own.stop)
+                found = self._read(saved, kind, entry.name)
                 if length_of(own) == parameter.numel():
                     shaped(numbers, parameter).copy_(found.view(parameter.shape))
                 else:
@@ -218,12 +246,13 @@ class Optimizer:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [kind for kind in (self._saved_as(name), *MOMENTS) if kind]
-            shapes |= {f"{kind}/{name}": tuple(parameter.shape) for kind in kinds} | {f"step/{name}": ()}
+            whole = self._divided.part.whole[name] if self._divided else tuple(parameter.shape)
+            shapes |= {f"{kind}/{name}": whole for kind in kinds} | {f"step/{name}": ()}
         return shapes
 
     def accumulators(self) -> Iterable[torch.Tensor]:
         """The memory of accumulated gradients, as far as it exists now."""
-        return self._held.gradients.values()
+        return self._held.accumulators
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
@@ -239,15 +268,19 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def restore_parameters(model: torch.nn.Module, saved: SavedTensors) -> None:
-    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further."""
+def restore_parameters(model: torch.nn.Module, saved: SavedTensors, part: ModelPart | None = None) -> None:
+    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further. `part`: the model is a
+    part of the one that was saved."""
     names = set(saved.names())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found = next((key for key in (f"parameter/{name}", f"master/{name}") if key in names), None)
             if found is None:
                 raise UserError(f"the checkpoint does not hold {name}. Use the [lora] settings that it was saved with")
-            flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
+            if part:
+                flat(parameter).copy_(saved.part(found, part.cut(name), part.ranks.rank, 0, parameter.numel()))
+            else:
+                flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
 def refuse_misfits(own: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:

@@ -2,10 +2,11 @@
 
 Enters: a model's trained parameters, and the workers that train them together. Leaves: for each parameter the numbers that this worker
 updates (`own`, `numbers`), and their gradients summed over all workers (`reduced`). Guaranteed: every number is updated by one worker (one
-of each group, where groups hold the same); after `changed` every worker computes with the new values. Two ways:
+of each group, where groups hold the same); after `changed` every worker computes with the new values. Three ways:
 
     WholeParameters   every worker has all parameters. Accumulators of one type are one memory, cut into a stretch for each worker:
                       gradients are summed into the stretches, and new parameters are sent to all. No collective runs before the step.
+    ExpertsApart      the same, but experts are those that some workers have in common.
     ParameterShards   every worker has a part of each parameter (parallel/apply.py), whose gradient arrives summed.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,17 +23,30 @@ from fulltilt.model.arrays import local
 from fulltilt.model.fuse import rejoin
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.exchange import copy_all, flat, length_of
+from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import lay_out, move_into
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A model of which this worker has a part. What else workers share out, those with the same part do."""
+
+    part: ModelPart
+    everyone: Ranks  # the workers with all parts
+    replicas: Ranks | None = None  # given where only some parameters are in parts: the workers that have the same of these
+
+
 class Held(Protocol):
     ranks: Ranks  # the workers among which the numbers are shared out
     own: Mapping[str, slice]  # the range of each parameter's numbers that this worker updates; it may be empty
     saves: bool  # whether what this worker has belongs into a checkpoint: no other worker saves the same
-    gradients: dict[torch.dtype, torch.Tensor]  # accumulators, one memory for each type of parameter
+
+    @property
+    def accumulators(self) -> list[torch.Tensor]:
+        """The memory of accumulated gradients, as far as it exists now."""
 
     def numbers(self, name: str) -> torch.Tensor:
         """This worker's numbers of a parameter, flat, in their permanent memory."""
@@ -52,8 +67,8 @@ class Held(Protocol):
         """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter without a gradient on any worker
         is left out, unless it has an accumulator."""
 
-    def norm(self, own: torch.Tensor) -> float:
-        """The norm of all gradients, from that of this worker's: the same bits on every worker, or they would drift apart."""
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """The norm of all gradients, from those of this worker's numbers: the same bits on every worker, or they would drift apart."""
 
     def changed(self) -> None:
         """The numbers have been updated: let all workers compute with them."""
@@ -64,8 +79,8 @@ class WholeParameters:
     own: Mapping[str, slice]
     gradients: dict[torch.dtype, torch.Tensor]
 
-    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks) -> None:
-        self.parameters, self.ranks = parameters, ranks
+    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks, divided: Divided | None = None) -> None:
+        self.parameters, self.ranks, self.divided = parameters, ranks, divided
         self.layouts = lay_out(parameters, ranks.size)
         self.memories: list[torch.Tensor] = []
         if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
@@ -75,6 +90,10 @@ class WholeParameters:
         self.gradients = {}
         for parameter in filter(is_low, parameters.values()):
             parameter.register_post_accumulate_grad_hook(accumulate)
+
+    @property
+    def accumulators(self) -> list[torch.Tensor]:
+        return list(self.gradients.values())
 
     def numbers(self, name: str) -> torch.Tensor:
         return flat(self.parameters[name])[self.own[name]]
@@ -111,6 +130,8 @@ class WholeParameters:
     def reduced(self) -> dict[str, torch.Tensor]:
         found = {name: p.main_grad if is_low(p) else p.grad for name, p in self.parameters.items()}  # type: ignore[attr-defined]
         flats = {name: flat(like_parameter(gradient, self.parameters[name])) for name, gradient in found.items() if gradient is not None}
+        if self.divided:
+            self.divided.part.sum_shared(flats)
         if self.ranks.alone:
             return flats
         given = torch.tensor([name in flats for name in self.parameters], dtype=torch.float32, device=device_of(self.parameters))
@@ -130,23 +151,84 @@ class WholeParameters:
             if name in wanted and length_of(own := self.own[name])
         }
 
-    def norm(self, own: torch.Tensor) -> float:
-        return self.ranks.norm(own)
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        if self.divided:
+            return self.divided.everyone.norm(self.divided.part.norm(gradients, self.own))
+        return self.ranks.norm(norm_of(gradients, self.parameters))
 
     def changed(self) -> None:
         for memory in self.memories:
             self.ranks.gather(memory)
+        if self.divided:
+            self.divided.part.version += 1
+
+
+class ExpertsApart:
+    """Whole parameters, of which those of experts are shared out only among the workers that have the same experts."""
+
+    saves: bool = True
+
+    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks, divided: Divided) -> None:
+        assert divided.replicas is not None
+        self.parameters, self.ranks, self.divided = parameters, ranks, divided
+        common = {name: own for name, own in parameters.items() if divided.part.is_whole(name)}
+        self._common = WholeParameters(model, common, ranks)
+        experts = {name: own for name, own in parameters.items() if name not in common}
+        self._experts = WholeParameters(model, experts, divided.replicas)
+        self._both = (self._common, self._experts)
+        self.own: Mapping[str, slice] = {**self._common.own, **self._experts.own}
+
+    def _holding(self, name: str) -> WholeParameters:
+        return self._common if name in self._common.own else self._experts
+
+    @property
+    def accumulators(self) -> list[torch.Tensor]:
+        return [memory for each in self._both for memory in each.accumulators]
+
+    def numbers(self, name: str) -> torch.Tensor:
+        return self._holding(name).numbers(name)
+
+    def is_own_master(self, name: str) -> bool:
+        return not is_low(self.parameters[name])
+
+    def rounded(self, name: str) -> bool:
+        return is_low(self.parameters[name])
+
+    def prepare(self) -> None:
+        for each in self._both:
+            each.prepare()
+
+    def clear(self, *, free: bool) -> None:
+        for each in self._both:
+            each.clear(free=free)
+
+    def reduced(self) -> dict[str, torch.Tensor]:
+        return {**self._common.reduced(), **self._experts.reduced()}
+
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """Every number is in one stretch: of a common parameter among all workers, of an expert's among those that have it."""
+        return self.divided.everyone.norm(norm_of(gradients, self.parameters))
+
+    def changed(self) -> None:
+        for each in self._both:
+            each.changed()
+        self.divided.part.version += 1
 
 
 class ParameterShards:
     own: Mapping[str, slice]
-    gradients: dict[torch.dtype, torch.Tensor]  # none: each parameter has its own gradient
 
-    def __init__(self, parameters: Parameters, shards: Shards) -> None:
+    def __init__(self, parameters: Parameters, shards: Shards, divided: Divided | None = None) -> None:
         self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
-        self.gradients, layout = {}, shards.layout(list(parameters))
+        self.divided = divided
+        layout = shards.layout(list(parameters))
         self.own = {name: layout.own(name, self.ranks.rank) for name in parameters}
         self._numbers = {name: numbers for name, numbers in shards.own().items() if name in parameters}
+
+    @property
+    def accumulators(self) -> list[torch.Tensor]:
+        """None: each parameter has its own gradient."""
+        return []
 
     def numbers(self, name: str) -> torch.Tensor:
         return self._numbers[name]
@@ -166,15 +248,25 @@ class ParameterShards:
 
     def reduced(self) -> dict[str, torch.Tensor]:
         given = {name: local(p.grad).view(-1) for name, p in self.parameters.items() if p.grad is not None}
-        return {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+        found = {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+        if self.divided:
+            self.divided.part.sum_shared(found, self.own)
+        return found
 
-    def norm(self, own: torch.Tensor) -> float:
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """One sum over all groups, which have the same gradients: each group's own sum could add up in another order."""
-        everyone = self.shards.sharing.everyone
-        return everyone.norm(own * math.sqrt(self.ranks.size / everyone.size))
+        sharing = self.shards.sharing
+        everyone = self.divided.everyone if self.divided else sharing.everyone
+        own = self.divided.part.norm(gradients, self.own) if self.divided else norm_of(gradients, self.parameters)
+        return everyone.norm(own * math.sqrt(self.ranks.size / sharing.everyone.size))
 
     def changed(self) -> None:
         self.shards.version += 1
+
+
+def norm_of(gradients: Mapping[str, torch.Tensor], parameters: Parameters) -> torch.Tensor:
+    given = list(gradients.values())
+    return torch.nn.utils.get_total_norm(given) if given else torch.zeros((), device=device_of(parameters))
 
 
 def device_of(parameters: Parameters) -> torch.device:

@@ -23,6 +23,7 @@ from fulltilt.model.attention import Packed
 from fulltilt.model.forward import computing_type, hidden_states, in_one_pass
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, SequenceGroup
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.training.optim import Optimizer
@@ -47,11 +48,18 @@ class Role(ABC):
     model: PreTrainedModel | ScalarModel
     optimizer: Optimizer | None = None
     sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
+    tensor: Ranks = ALONE  # the members that compute each layer together
+    meets: bool = False  # whether workers exchange tokens in its passes, of which each must make as many as the others
     most_tokens: int = 0  # that have entered the model in a pass
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def tells(self) -> bool:
+        """Whether this worker is the one that tells the results of those that compute a micro-batch together."""
+        return self.sequence.first and self.tensor.rank == 0
 
     def part_of(self, micro: MicroBatch, read: np.ndarray) -> StreamPart:
         """What this worker computes of a micro-batch. `read`: places in its stream whose results are read, ascending."""

@@ -1,0 +1,197 @@
+"""Expert parallelism: the workers of a group divide the experts of every layer among themselves, and send tokens to their experts.
+
+Enters: a loaded Hugging Face model with stacked experts, or a critic or reward model, with its adapters. Leaves: the same model, whose
+stacks, their biases and their adapters are this worker's experts, under their names, as plain parameters, and an `ExpertSplit`; everything
+else stays whole, and the same object. Guaranteed: each worker calls the model on tokens of its own, other ones and another number of them
+than the others, and gets what the whole model computes for them. No token is dropped: a worker receives as many rows as routers send it,
+and an expert's rows are in the order of workers and tokens, as if one process had the tokens of all. All workers of a group must make the
+same passes; one that has nothing to compute runs a filler. Every collective runs in the model's own order and again in a recomputed layer.
+
+Gradients: what a worker finds for its experts is that of the tokens of its whole group; it is to be summed over the workers that have the
+same experts in other groups. What it finds for any other parameter is that of its own tokens; it is to be summed over all workers.
+
+    a layer, in training        forward                         backward
+    number of rows              all-to-all, the host reads it   -
+    rows to their experts       all-to-all                      all-to-all, back
+    results to their tokens     all-to-all                      all-to-all, back
+
+In a pass without gradients in which all workers of the group have equally many tokens (`ExpertSplit.equal_tokens`), the host need not know
+how many rows go where, so that a CUDA graph can hold the layer: all tokens are gathered, every worker computes the rows of its experts,
+the others being masked, and sums of the results are dealt out (reduce-scatter).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fulltilt.model import lora
+from fulltilt.model.attention import UnsupportedModel
+from fulltilt.model.experts import SPLIT, Route, has_interface, projections, run_sorted, runs_here, weighted_sum
+from fulltilt.model.load import shape_of
+from fulltilt.parallel.cuts import Cut, even, require_legal_experts
+from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
+from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.parallel.sequence import exchange
+from fulltilt.parallel.slices import SliceTable
+
+KEY = "train.expert_parallel"
+REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
+
+
+# ---- splitting a model -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ExpertSplit(ModelPart):
+    """A model whose experts are divided among the workers of a group, as this worker has it."""
+
+    exchange: ExpertExchange
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters that are cut: their gradients are those of the whole group's tokens."""
+        return frozenset(name for name, cut in self.table.cuts.items() if not cut.shared)
+
+    @contextlib.contextmanager
+    def equal_tokens(self) -> Iterator[None]:
+        """Passes without gradients inside have equally many tokens on all workers of the group, and wait for no device."""
+        before, self.exchange.equal = self.exchange.equal, True
+        try:
+            yield
+        finally:
+            self.exchange.equal = before
+
+
+@torch.no_grad()
+def split_experts(model: torch.nn.Module, ranks: Ranks) -> ExpertSplit:
+    """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made."""
+    assert not ranks.alone
+    found = ExpertSplit(model, expert_table(model, ranks.size), ranks, shapes_of(model), ExpertExchange(ranks))
+    for _, layer in stacked_adapters(model):
+        layer.num_experts //= ranks.size
+    for _, module in expert_modules(model):
+        module.num_experts //= ranks.size
+        setattr(module, SPLIT, found.exchange)
+    cut_parameters(model, found.table, ranks.rank)
+    return found
+
+
+def expert_table(model: torch.nn.Module, size: int) -> SliceTable:
+    """How a whole model's parameters are cut: those of experts, with their adapters, by expert. Modules whose experts could not be found in
+    their parameters are refused."""
+    require_legal_experts(shape_of(model.config), size, KEY)  # type: ignore[arg-type]
+    cuts = {name: Cut.whole(len(parameter), size) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    modules = list(expert_modules(model))
+    if not modules:
+        raise UnsupportedModel(f"{type(model).__name__} does not keep its experts in stacks, so they cannot be divided. {REMEDY}")
+    for prefix, module in modules:
+        assert runs_here(module) and not hasattr(module, SPLIT), f"{prefix} does not run through run_experts, or is divided already"
+        stacks = {f"{name}{end}" for name in projections(module) for end in ("", "_bias")}
+        for leaf, parameter in module.named_parameters():
+            if leaf not in stacks or len(parameter) != module.num_experts or module.num_experts % size:
+                raise UnsupportedModel(
+                    f"{prefix}.{leaf} ({type(module).__name__}) of the shape {list(parameter.shape)} cannot be divided by expert. {REMEDY}"
+                )
+            cuts[f"{prefix}.{leaf}"] = Cut.rows(len(parameter), size)
+    for prefix, layer in stacked_adapters(model):
+        # peft numbers the ranks of all experts: expert by expert in A, rank by rank in B.
+        experts, rank = layer.num_experts, layer.r[lora.NAME]
+        cuts[f"{prefix}.lora_A.{lora.NAME}.weight"] = Cut.rows(experts * rank, size)
+        cuts[f"{prefix}.lora_B.{lora.NAME}.weight"] = Cut(1, (even(experts, size),) * rank)
+    return SliceTable(size, cuts)
+
+
+def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if has_interface(module))
+
+
+def stacked_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers of peft with adapters on stacked experts."""
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        yield from ((name, layer) for name, layer in lora.adapted(model) if has_interface(layer.get_base_layer()))
+
+
+# ---- tokens between workers ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ExpertExchange:
+    """Runs the experts of a layer with those of the other workers. Worker i has the i-th stretch of every layer's experts."""
+
+    ranks: Ranks
+    equal: bool = False  # whether all workers have equally many tokens in passes without gradients
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertExchange:
+        return self  # a copy of the model uses the same group
+
+    @property
+    def waits(self) -> bool:
+        return not self.equal
+
+    def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """`chosen` [T, k] counts the experts of all workers."""
+        if self.equal and not torch.is_grad_enabled():
+            return self._run_gathered(module, hidden_states, chosen, shares)
+        return self._run_sent(module, hidden_states, chosen, shares)
+
+    def _run_sent(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        size, experts = self.ranks.size, module.num_experts
+        home = Route.of(chosen, size * experts)  # in the order of experts, and so of workers
+        sent = torch.diff(home.ends, prepend=home.ends.new_zeros(1)).view(size, experts)
+        received = exchange(sent, self.ranks)  # rows that come from each worker for each expert
+        out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks)
+        results = self._run_own(module, rows, received)
+        return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks)), shares).to(hidden_states.dtype)
+
+    def _run_own(self, module: Any, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert, which is one of this worker's. Rows come in the order of workers and experts, as many as `received`
+        [size, experts] counts."""
+        experts = module.num_experts
+        if not len(rows):  # torch's grouped product needs a row on CUDA: this one has no expert
+            nothing = Route.of(received.new_full((1,), experts), experts, all_live=False)
+            return run_sorted(module, F.pad(rows, (0, 0, 0, 1)), nothing)[:0]
+        numbers = torch.arange(experts, device=rows.device).repeat(self.ranks.size)
+        here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
+        return here.unsort(run_sorted(module, here.sort(rows), here))
+
+    def _run_gathered(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        experts, wide = module.num_experts, torch.promote_types(shares.dtype, torch.float32)
+        tokens = self._gather(hidden_states)
+        chosen, shares = self._gather(torch.cat([chosen.to(wide), shares.to(wide)], dim=1)).chunk(2, dim=1)  # numbers of experts are exact
+        number = chosen.long() - self.ranks.rank * experts
+        here = (number >= 0) & (number < experts)
+        route = Route.of(torch.where(here, number, experts), experts, all_live=False)
+        results = route.unsort(run_sorted(module, route.sort(tokens, number.shape[1]), route))
+        sums = weighted_sum(results.to(wide), shares).contiguous()
+        found = sums.new_empty(hidden_states.shape)
+        self.ranks.moved["reduce-scatter"] += sums.nbytes
+        reduce_into(found, sums, group=self.ranks.group)
+        return found.to(hidden_states.dtype)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The rows of all workers, which have equally many."""
+        found = own.new_empty(self.ranks.size * len(own), own.shape[1])
+        self.ranks.moved["all-gather"] += found.nbytes
+        gather_into(found, own.contiguous(), group=self.ranks.group)
+        return found
+
+
+class _Sent(torch.autograd.Function):
+    """Rows to other workers, as many as `out` says for each, and theirs to this one, as many as `back` says. Gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks) -> torch.Tensor:
+        ctx.out, ctx.back, ctx.ranks = out, back, ranks
+        return exchange(rows, ranks, (out, back))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchange(of_rows, ctx.ranks, (ctx.back, ctx.out)), None, None, None

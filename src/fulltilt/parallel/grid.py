@@ -1,0 +1,34 @@
+"""The groups of workers that a worker is in, for what they divide and share out.
+
+Enters: all workers with the same roles. Leaves: a `Grid`. Guaranteed: members that hold the parts of one model are neighbours, so that they
+are on one machine where their number divides a machine's workers; every worker is in as many groups as the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulltilt.parallel.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Example, 8 workers with layers in 2 parts: worker 5 is the second member of 4 5, and the third of 1 3 5 7, which have its part."""
+
+    everyone: Ranks = ALONE
+    tensor: Ranks = ALONE  # the members that hold the parts of each layer, which they compute together
+    data: Ranks = ALONE  # the workers that have the same part, or the whole model: they share out the rest
+    experts: Ranks = ALONE  # the workers that hold all experts
+    replicas: Ranks | None = None  # the workers that hold the same experts; None: experts are not divided
+
+    @staticmethod
+    def of(ranks: Ranks, tensor: int = 1, experts: int = 1) -> Grid:
+        """All workers must call it at the same time. `tensor`: among how many each layer is divided; `experts`: among how many experts
+        are."""
+        assert 1 in (tensor, experts)
+        if experts > 1:
+            return Grid(ranks, data=ranks, experts=ranks.line(experts), replicas=ranks.line(ranks.size // experts, experts))
+        return Grid(ranks, ranks.line(tensor), ranks.line(ranks.size // tensor, tensor)) if tensor > 1 else Grid(ranks, data=ranks)
+
+
+ONE_WORKER = Grid()

@@ -1,0 +1,180 @@
+"""Workers that hold one part each of every layer (`train.tensor_parallel`) compute, sample and save what one process does."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import devices
+import numpy as np
+import pytest
+import runs
+from test_devices import (
+    DOUBLE,
+    ONE_STEP,
+    SAVED,
+    SAVED_CASES,
+    TOLERANCE,
+    assert_same_gradients,
+    assert_same_metrics,
+    assert_same_run,
+    chosen,
+    differ,
+    exported_model,
+    same_bits,
+    saved_tensors,
+)  # fmt: skip
+from test_sequence import FAMILIES, alone  # noqa: F401 (a fixture)
+
+from fulltilt.algo.build import build
+from fulltilt.cluster.checks import wrong_settings
+
+ModelFolders = Callable[[str], Path]
+Pool = devices.Pool
+
+TWO, FOUR = "train.tensor_parallel=2", "train.tensor_parallel=4"
+WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "two of two": (2, (TWO,)),
+    "four of four": (4, (FOUR,)),
+    "two of four": (4, (TWO,)),
+    "two of four, full": (4, (TWO, "train.shard=full")),
+    "two of four, sequences of two": (4, (TWO, "train.sequence_parallel=2")),
+}
+SHORT = {("dense", "two of two"), ("ppo", "two of four"), ("experts", "four of four")}
+LONG = {(case, "two of four, full") for case in ("dense", "lora", "ppo")} | {("dense", "two of four, sequences of two")}
+
+
+def marks_of(case: str, way: str) -> list[pytest.MarkDecorator]:
+    if (case, way) in SHORT:
+        return []
+    return [pytest.mark.long if (case, way) in LONG else pytest.mark.matrix]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [pytest.param(case, way, marks=marks_of(case, way), id=f"{case}, {way}") for case in FAMILIES for way in WAYS]
+)
+def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
+    pool_of_devices: Pool,
+    alone: Callable[..., Any],  # noqa: F811
+    model_folders: ModelFolders,
+    tmp_path: Path,
+    case: str,
+    way: str,
+) -> None:
+    family, tables, overrides = FAMILIES[case]
+    workers, settings = WAYS[way]
+    expected_folder, expected = alone(case)
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    # Routers and norms of heads compute in float32 whatever the type of the model, and parts of their gradients are rounded before they
+    # are summed. (In double, as tests/test_tensor_parallel.py has them compute, these models agree to 1e-9 as well.)
+    rounds = family in ("gemma2", "mixtral", "qwen3", "qwen3-moe")
+    own = (*ONE_STEP, *overrides, *settings)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *own, absolute=1e-7 if rounds else 1e-9)
+    largest = assert_same_gradients(noted, expected, 1e-6 if rounds else TOLERANCE)
+    print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
+    # A first step of Adam is as long for a small gradient as for a large one, and so is what it makes of a rounding.
+    assert differ(noted.parameters[0], expected.parameters[0]) < (1e-5 if rounds else 1e-6)
+
+
+LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "two of four": (4, (TWO,)),
+    "two of four, full": (4, (TWO, "train.shard=full")),
+    "four of four": (4, (FOUR,)),
+    "optimizer": (3, ()),
+    "full": (2, ("train.shard=full",)),
+    "alone": (1, ()),
+}
+RESUMED = {
+    "two of four": ["four of four", "two of four, full", "optimizer", "alone"],
+    "two of four, full": ["two of four", "full", "four of four"],
+    "full": ["two of four", "two of four, full", "four of four"],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, id=f"{case}, {layout}", marks=[] if (case, layout) == ("ppo", "two of four") else [pytest.mark.long])
+        for case in ("ppo", "lora", "bfloat16")
+        for layout in RESUMED
+    ],
+)
+def test_saved_under_one_layout_and_resumed_under_others(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, layout: str
+) -> None:
+    settings, exact = (*SAVED, *SAVED_CASES[case]), DOUBLE in SAVED_CASES[case]
+    expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
+    workers, own = LAYOUTS[layout]
+    _, undisturbed = pool_of_devices.train(expected, workers, *settings, *own)
+    before = saved_tensors(expected, 1)
+    if case != "lora":
+        kept = undisturbed.parameters[0]
+        assert same_bits(exported_model(expected, 2), kept if exact else {name: devices.rounded(numbers) for name, numbers in kept.items()})
+    for name in RESUMED[layout]:
+        workers, own = LAYOUTS[name]
+        folder = runs.copy(expected, tmp_path / name)
+        shutil.rmtree(folder / "run" / "checkpoints" / "step-00000002")
+        _, noted = pool_of_devices.train(folder, workers, *settings, *own)
+        assert_parts_of(before, noted.restored)
+        assert len(set(noted.digests)) == 1
+        if exact:
+            assert_same_metrics(folder, expected)
+            assert differ(noted.parameters[0], undisturbed.parameters[0]) < 1e-7
+            found, whole = saved_tensors(folder, 2), saved_tensors(expected, 2)
+            assert found.keys() == whole.keys()
+            for kind in ("exp_avg/", "exp_avg_sq/"):
+                assert differ(chosen(found, kind), chosen(whole, kind)) < 1e-7
+        assert [line["step"] for line in runs.metrics(folder)] == [1, 2]
+
+
+def assert_parts_of(whole: devices.Whole, restored: Sequence[Mapping[str, np.ndarray]]) -> None:
+    """All that workers have restored are numbers of the whole, and all numbers of the whole are there, whatever parts they are in."""
+    for name, numbers in whole.items():
+        if name.startswith("surplus/"):
+            continue
+        pattern = re.compile(re.escape(name) + r"(#\d+)?(@\d+)?")
+        found = [own.reshape(-1) for each in restored for key, own in each.items() if pattern.fullmatch(key)]
+        assert np.array_equal(np.unique(np.concatenate(found)), np.unique(numbers)), name
+
+
+REFUSED = {
+    "three": (
+        ("cluster.workers=3", "train.tensor_parallel=3"),
+        r"3 workers cannot hold .*: the model has 4 query heads. Use 1$",
+    ),
+    "four of six": (("cluster.workers=6", FOUR), r"train.tensor_parallel: 4 does not divide the run's 6 workers. Use 1 or 2$"),
+    "a role with one worker": (
+        ("cluster.workers=3", "algorithm.name=ppo", "cluster.roles={critic = 1}", TWO),
+        r"train.tensor_parallel: 2 does not divide the 1 worker that has the critic's role. Use 1$",
+    ),
+    "compiled": (("cluster.workers=2", TWO, "train.compile=true"), r"train.tensor_parallel: 2, but train.compile is true: .* Remove one"),
+    "another engine": (("cluster.workers=2", TWO, "rollout.engine=hf"), r"samples from a whole model. Use the native engine"),
+    "nobody to share with": (
+        ("cluster.workers=2", TWO, "train.shard=full"),
+        r'train.shard: "full", but train.tensor_parallel = 2 leaves no two',
+    ),
+    "groups": (
+        ("cluster.workers=8", TWO, "train.shard=hybrid", "train.shard_size=8"),
+        r"train.shard_size: 8 does not divide the 4 workers of the run with the same part of the model into groups. Use 2 or 4",
+    ),
+    "heads of a part": (
+        ("cluster.workers=8", TWO, "train.sequence_parallel=4"),
+        r"train.sequence_parallel: 4 workers cannot share .* fit the model's attention heads. Use 1 or 2$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_are_refused_before_anything_loads(
+    model_folders: ModelFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    settings, message = REFUSED[case]
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2")), *settings)
+    with contextlib.chdir(tmp_path / "folder"):
+        found = list(wrong_settings(config, build(config), "cpu"))
+    assert any(re.search(message, each) for each in found), found
