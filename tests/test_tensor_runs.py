@@ -32,6 +32,10 @@ from test_sequence import FAMILIES, alone  # noqa: F401 (a fixture)
 
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import wrong_settings
+from fulltilt.parallel.experts import expert_table
+from fulltilt.parallel.holdings import held_bytes
+from fulltilt.parallel.layout import ParameterSize, Sharding
+from fulltilt.parallel.slices import slice_table
 
 ModelFolders = Callable[[str], Path]
 Pool = devices.Pool
@@ -178,3 +182,25 @@ def test_sizes_that_are_refused_before_anything_loads(
     with contextlib.chdir(tmp_path / "folder"):
         found = list(wrong_settings(config, build(config), "cpu"))
     assert any(re.search(message, each) for each in found), found
+
+
+@pytest.mark.parametrize(("family", "key", "workers"), [("qwen2", TWO, 2), ("qwen2", TWO, 4), ("qwen3-moe", "train.expert_parallel=2", 4)])
+def test_a_worker_holds_what_is_predicted(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, family: str, key: str, workers: int
+) -> None:
+    """Sizes of parts follow from the whole model's and how it is cut; experts are shared out among the workers that have the same."""
+    folder, experts = runs.make(tmp_path / "folder", model_folders(family), runs.SFT), key.startswith("train.expert")
+    with pool_of_devices.assembled(folder, 1) as parts:
+        model = parts.worker.actor.model
+        table = expert_table(model, 2) if experts else slice_table(model, 2)
+        whole = {name: (tuple(own.shape), own.itemsize) for name, own in model.named_parameters()}
+        alone = pool_of_devices._alone.held()["parameters"]  # type: ignore[union-attr]
+    sharding = Sharding(workers=workers if experts else workers // 2, experts=2 if experts else 1)
+    with pool_of_devices.assembled(folder, workers, key):
+        held = pool_of_devices.held(workers)
+    for rank, own in enumerate(held):
+        cut = {name: table.cuts[name].shape(shape, rank % 2) for name, (shape, _) in whole.items()}
+        sizes = tuple(ParameterSize(cut[name], itemsize, apart=cut[name] != shape) for name, (shape, itemsize) in whole.items())
+        expected = held_bytes(sizes, sharding, rank if experts else rank // 2)
+        assert (own["parameters"], own["optimizer"]) == (expected.parameters, expected.optimizer)
+        assert own["parameters"] < (0.8 if experts else 0.6) * alone

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, twin_bytes
+from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model, shares_parameters
@@ -57,6 +57,7 @@ class Budgets:
     critic_forward_token_budget: int
     reward_model_token_budget: int
     workers: int = 1  # that have the actor: for another number all these are planned again
+    parts: int = 1  # among how many of them each layer is divided: the same holds
 
 
 @dataclass(frozen=True)
@@ -440,7 +441,8 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
         critic_token_budget=critic,
         critic_forward_token_budget=unless_auto(config.critic.forward_token_budget, 2 * critic),
         reward_model_token_budget=unless_auto(config.reward_model.forward_token_budget, 2 * of_others),
-        workers=facts.sharding.workers,
+        workers=facts.sharding.workers * facts.parts,
+        parts=facts.parts,
     )
 
 
@@ -628,12 +630,13 @@ def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str |
 def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     held, shared = model.held(facts.sharding), facts.sharding.parameters
-    at_work = updated or ("" if shared else "actor")  # an engine reads the whole copy of an actor that is shared out
+    # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
+    at_work = updated or ("" if shared or facts.sharding.experts > 1 else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
-    twin = twin_bytes(model.known_sizes, facts.sharding) if shared and facts.rollout and role == "actor" else 0
+    twin = rollout_bytes(model.known_sizes, facts.sharding) if facts.rollout and role == "actor" else 0
     return parameters + gradients + optimizer + gathered + twin
 
 

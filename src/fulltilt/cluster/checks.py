@@ -449,7 +449,8 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "ref": "ref_logprobs" in algorithm.needs and not shared,
         "reward_model": uses_reward_model(config),
     }
-    of_copy = shares_parameters(config) and "rollout" in algorithm.needs  # the actor's shards have no part in rollouts
+    # The actor's shards have no part in rollouts, nor have experts that are divided.
+    of_copy = (shares_parameters(config) or config.train.expert_parallel > 1) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

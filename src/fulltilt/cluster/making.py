@@ -32,6 +32,7 @@ from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
@@ -111,7 +112,8 @@ def load_worker(
         **how,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
-    kept = order.kept if order.kept and order.kept.get("workers", ranks.size) == ranks.size else None
+    layout = {"workers": ranks.size, "parts": grid.tensor.size}
+    kept = order.kept if order.kept and {**layout, "parts": 1, **order.kept}.items() >= layout.items() else None
     worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
@@ -165,7 +167,11 @@ def make_worker(
     ranks, layers = grid.everyone, member_layers(models.layers, grid.tensor.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
-    known = shared.facts or {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
+    apart = {role: part.names for role, part in shared.parts.items() if isinstance(part, ExpertSplit)}
+    sharding = replace(sharding, experts=grid.experts.size)
+    known = shared.facts or {
+        role: role_facts(model, learns=role in learners, apart=apart.get(role, ())) for role, model in models.own.items()
+    }
     of_roles = {role: known[role] for role in models.own}
     facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
     settings = plan_roles(config, facts, kept).settings

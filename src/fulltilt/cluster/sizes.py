@@ -127,7 +127,8 @@ def find_facts(
     )
 
 
-def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
+def role_facts(model: torch.nn.Module, *, learns: bool, apart: Collection[str] = ()) -> RoleFacts:
+    """`apart`: the parameters of experts that workers divide among themselves."""
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
     shape, parameters = shape_of(body.config), list(model.parameters())
@@ -138,11 +139,11 @@ def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
         itemsize=body.dtype.itemsize,
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
-        sizes=parameter_sizes(model, learns=learns),
+        sizes=parameter_sizes(model, learns=learns, apart=apart),
     )
 
 
-def parameter_sizes(model: torch.nn.Module, *, learns: bool = True) -> Sizes:
+def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, apart: Collection[str] = ()) -> Sizes:
     """The sizes of a loaded model's parameters, those that learn first, as they lie in memory."""
     body = model.body if isinstance(model, ScalarModel) else model
     layers = getattr(body.base_model, "layers", None)  # type: ignore[union-attr]
@@ -158,6 +159,7 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True) -> Sizes:
             layer=inside.get(id(own)),
             follows=name != run[0],
             scores=body is not model and name.startswith("score."),
+            apart=name in apart,
         )
         for run in runs
         for name in run

@@ -25,6 +25,9 @@ class Holdings:
     gradients: int
     optimizer: int  # masters and moments
 
+    def __add__(self, other: Holdings) -> Holdings:
+        return Holdings(self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
@@ -32,7 +35,11 @@ class Holdings:
 
 @cache
 def held_bytes(sizes: Sizes, sharding: Sharding, rank: int = 0) -> Holdings:
-    """`rank`: the worker; others differ only by what does not divide evenly."""
+    """`rank`: the worker; others differ only by what does not divide evenly. Sizes of experts that are divided are those of its own."""
+    if sharding.experts > 1:
+        common, own = (tuple(each for each in sizes if each.apart is apart) for apart in (False, True))
+        replicas = Sharding(workers=sharding.workers // sharding.experts)
+        return of_whole(common, sharding, rank) + of_whole(own, replicas, rank // sharding.experts)
     return of_shards(sizes, sharding, rank) if sharding.parameters else of_whole(sizes, sharding, rank)
 
 
@@ -76,6 +83,13 @@ def twin_bytes(sizes: Sizes, sharding: Sharding) -> int:
     return sum(own.bytes for own in sizes) + sum(
         sharding.group * lay_out_rows(own, sharding.group).in_a_round(own[0].itemsize) * own[0].itemsize for own in by_type(sizes)
     )
+
+
+def rollout_bytes(sizes: Sizes, sharding: Sharding) -> int:
+    """What a rollout engine needs beside what learns: nothing where all parameters are whole, else a model with all of them."""
+    if sharding.experts > 1:
+        return sum(own.bytes * (sharding.experts if own.apart else 1) for own in sizes)
+    return twin_bytes(sizes, sharding) if sharding.parameters else 0
 
 
 def by_type(sizes: Sizes) -> list[Sizes]:

@@ -25,6 +25,7 @@ class ParameterSize:
     layer: int | None = None  # the decoder layer that it belongs to; None: it is outside the layers
     follows: bool = False  # lies directly behind the parameter before it in memory
     scores: bool = False  # belongs to the head of a critic or reward model, which computes in float32 or better
+    apart: bool = False  # belongs to experts that workers divide among themselves: those with the same ones share out the rest
 
     @property
     def count(self) -> int:
@@ -53,6 +54,7 @@ class Sharding:
     group: int = 1  # workers that together have every number once
     reshard: bool = True  # whether whole parameters of a layer are given back between its forward and its backward pass
     why: str = ""  # the reason for which `auto` chose it, in words
+    experts: int = 1  # workers that have every expert once
 
     @property
     def parameters(self) -> bool:
