@@ -43,6 +43,7 @@ from fulltilt.parallel import apply
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
 from fulltilt.parallel.parcels import Parcels
+from fulltilt.parallel.parts import RolloutCopy
 from fulltilt.parallel.slices import join, take_part
 from fulltilt.proofs.pool import TeamCall
 
@@ -125,8 +126,9 @@ class Notes:
         return Parts(rank, cuts, apart=any(own.replicas for own in found.values()))
 
     def sampled_from(self) -> Whole | None:
-        """The whole actor that a rollout engine has beside the shards; None where there is none with the latest weights."""
-        twin = self.worker.twin
+        """The whole actor, or part of it, that a rollout engine has beside the shards; None where there is none with the latest weights, or
+        one that is divided in another way."""
+        twin = None if isinstance(self.worker.twin, RolloutCopy) else self.worker.twin
         return {name: as_array(own).reshape(-1) for name, own in twin.model.named_parameters()} if twin and twin.current else None
 
     def skipped(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,15 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "two of four, full": (4, (TWO, "train.shard=full")),
     "two of four, sequences of two": (4, (TWO, "train.sequence_parallel=2")),
 }
-SHORT = {("dense", "two of two"), ("ppo", "two of four"), ("experts", "four of four")}
+COPIED: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "whole, sampled by two": (2, ("rollout.tensor_parallel=2",)),
+    "two of two, each samples": (2, (TWO, "rollout.tensor_parallel=1")),
+    "two of four, sampled by four": (4, (TWO, "rollout.tensor_parallel=4")),
+    "full, sampled by two": (4, ("train.shard=full", "rollout.tensor_parallel=2")),
+    "two of four, full, each samples": (4, (TWO, "train.shard=full", "rollout.tensor_parallel=1")),
+    "experts of two, sampled by two": (4, ("train.expert_parallel=2", "rollout.tensor_parallel=2")),
+}
+SHORT = {("dense", "two of two"), ("dense", "full, sampled by two"), ("ppo", "two of four"), ("experts", "four of four")}
 LONG = {(case, "two of four, full") for case in ("dense", "lora", "ppo")} | {("dense", "two of four, sequences of two")}
 
 
@@ -82,6 +91,40 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
     # A first step of Adam is as long for a small gradient as for a large one, and so is what it makes of a rounding.
     assert differ(noted.parameters[0], expected.parameters[0]) < (1e-5 if rounds else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, marks=[] if (case, way) in SHORT else [pytest.mark.matrix], id=f"{case}, {way}")
+        for case in ("dense", "lora", "experts")
+        for way in COPIED
+        if ("experts" in way) <= (case == "experts")
+    ],
+)
+def test_rollouts_divided_in_another_way_have_the_samples_of_one_process(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, way: str
+) -> None:
+    """Two steps: in the second one engines have the weights of the first update."""
+    family, tables, overrides = FAMILIES[case]
+    workers, settings = COPIED[way]
+    one, folder = (runs.make(tmp_path / name, model_folders(family), tables) for name in ("one", "folder"))
+    own = (*ONE_STEP, "run.steps=2", "run.save_every=2", *overrides)
+    _, expected = pool_of_devices.train(one, 1, *own)
+    _, noted = pool_of_devices.train(folder, workers, *own, *settings)
+    assert responses(folder) == responses(one)
+    assert_same_metrics(folder, one, tolerance=1e-5, absolute=1e-6)  # routers round, so the first update differs a little
+    assert len(set(noted.digests)) == 1
+    if case == "dense":
+        assert runs.contents(folder / "run" / "rollouts") == runs.contents(one / "run" / "rollouts")
+        assert_same_gradients(noted, expected, 1e-8)
+        assert differ(exported_model(folder, 2), exported_model(one, 2)) < 1e-6
+
+
+def responses(folder: Path) -> list[str]:
+    """The texts of all samples of a run."""
+    files = sorted((folder / "run" / "rollouts").glob("*.jsonl"))
+    return [json.loads(line)["response"] for file in files for line in file.read_text().splitlines()]
 
 
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
@@ -160,6 +203,10 @@ REFUSED = {
     "nobody to share with": (
         ("cluster.workers=2", TWO, "train.shard=full"),
         r'train.shard: "full", but train.tensor_parallel = 2 leaves no two',
+    ),
+    "samplers": (
+        ("cluster.workers=3", "rollout.tensor_parallel=2"),
+        r"^rollout.tensor_parallel: 2 does not divide the run's 3 workers",
     ),
     "groups": (
         ("cluster.workers=8", TWO, "train.shard=hybrid", "train.shard_size=8"),

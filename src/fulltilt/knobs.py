@@ -74,15 +74,6 @@ def _sharded(native: str, alias: str, auto: str, sections: Iterable[str] = _SHAR
 
 _PLANNED = (
     _planned(
-        "rollout.tensor_parallel",
-        ROLLOUT,
-        _COUNT,
-        "weight bytes per GPU; number of replicas",
-        "that of train.tensor_parallel",
-        "ARR.rollout.tensor_{model_,}parallel_size | models.policy.tensor_model_parallel_size",
-        "tensor_parallel_size is the guides' spelling; verl's key is tensor_model_parallel_size.",
-    ),
-    _planned(
         "rollout.preemption",
         ROLLOUT,
         "",

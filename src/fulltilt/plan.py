@@ -58,6 +58,7 @@ class Budgets:
     reward_model_token_budget: int
     workers: int = 1  # that have the actor: for another number all these are planned again
     parts: int = 1  # among how many of them each layer is divided: the same holds
+    rollout_parts: int = 1  # and each layer that an engine reads
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class Facts:
     layers: str = ""  # whether the roles' layers run fused, in words
     sharding: Sharding = UNSHARDED  # what workers share out, those with the same part of the models
     parts: int = 1  # among how many workers each layer is divided
+    rollout_parts: int = 1  # the same, of the model that an engine reads
+    copy_bytes: int = 0  # of a model for the engine that is divided in another way than the actor
 
     @property
     def actor(self) -> RoleFacts:
@@ -443,6 +446,7 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
         reward_model_token_budget=unless_auto(config.reward_model.forward_token_budget, 2 * of_others),
         workers=facts.sharding.workers * facts.parts,
         parts=facts.parts,
+        rollout_parts=facts.rollout_parts,
     )
 
 
@@ -631,12 +635,12 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     held, shared = model.held(facts.sharding), facts.sharding.parameters
     # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
-    at_work = updated or ("" if shared or facts.sharding.experts > 1 else "actor")
+    at_work = updated or ("" if shared or facts.sharding.experts > 1 or facts.copy_bytes else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
-    twin = rollout_bytes(model.known_sizes, facts.sharding) if facts.rollout and role == "actor" else 0
+    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, facts.sharding) if facts.rollout and role == "actor" else 0
     return parameters + gradients + optimizer + gathered + twin
 
 

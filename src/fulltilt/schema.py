@@ -460,6 +460,18 @@ class RolloutConfig(Section):
     the memory free at start that becomes KV cache."""
     block_tokens: Positive = _rollout(16, "samples decoded at once where the KV cache is short: a sample's last block is partly empty")
     """Tokens per KV block."""
+    tensor_parallel: Count = _rollout(
+        "auto",
+        "parameter bytes and KV heads of each worker; number of groups that sample",
+        "ARR.rollout.tensor_{model_,}parallel_size | models.policy.tensor_model_parallel_size",
+        used_if=UsedIf(
+            ("cluster.workers", "cluster.nodes"), lambda workers, nodes: workers != 1 or nodes != 1, "set cluster.workers above 1"
+        ),
+    )
+    """Neighbouring workers that sample together, each with a part of every layer and of the KV cache. It divides the number of workers and
+    the model's heads. Another number than `train.tensor_parallel` takes a copy of the actor, divided so, which is brought up to date after
+    each update. `auto`: that of `train.tensor_parallel`. Note: tensor_parallel_size is the guides' spelling; verl's key is
+    tensor_model_parallel_size."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
     `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
@@ -618,8 +630,8 @@ class TrainConfig(Section):
     )
     """Neighbouring workers that divide the experts of every layer among themselves, and send tokens to their experts: for
     mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
-    the number of workers and of experts. Rollouts have all experts on every worker. With `shard` "optimizer" only, and without
-    `tensor_parallel`."""
+    the number of workers and of experts. Rollouts have all experts on every worker, or parts of all (`rollout.tensor_parallel`). With
+    `shard` "optimizer" only, and without `tensor_parallel`."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

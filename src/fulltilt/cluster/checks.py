@@ -267,16 +267,25 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
 def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with layers that are divided among workers."""
-    key, size = "train.tensor_parallel", config.train.tensor_parallel
-    if size == 1:
-        return
-    for other, why in UNDIVIDED.items():
-        if value_of(config, other) is True:
-            yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-    if "rollout" in algorithm.needs and config.rollout.engine != "native":
-        yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
+    sizes = {"train.tensor_parallel": config.train.tensor_parallel}
+    if "rollout" in algorithm.needs and config.rollout.tensor_parallel != "auto":
+        sizes["rollout.tensor_parallel"] = config.rollout.tensor_parallel
+    shapes = list(shapes_of_roles(config, algorithm, device)) if max(sizes.values()) > 1 else []
+    for key, size in sizes.items():
+        if size == 1:
+            continue
+        for other, why in UNDIVIDED.items():
+            if value_of(config, other) is True:
+                yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
+        if "rollout" in algorithm.needs and config.rollout.engine != "native":
+            yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
+        yield from wrong_parts(config, key, size, shapes if key.startswith("train") else shapes[:1])
+
+
+def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
+    """Roles whose layers cannot be divided among so many workers. `shapes`: of each role that the key is of."""
     said = set[str]()
-    for role, shape, own in shapes_of_roles(config, algorithm, device):
+    for role, shape, own in shapes:
         has = "has" if own == 1 else "have"
         whose = f"the {many(own, 'worker')} that {has} the {role}'s role" if config.cluster.roles else f"the run's {many(own, 'worker')}"
         legal = [str(each) for each in legal_sizes(shape) if own % each == 0]
@@ -450,7 +459,8 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    of_copy = (shares_parameters(config) or config.train.expert_parallel > 1) and "rollout" in algorithm.needs
+    other = config.rollout.tensor_parallel not in ("auto", config.train.tensor_parallel)
+    of_copy = (shares_parameters(config) or config.train.expert_parallel > 1 or other) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

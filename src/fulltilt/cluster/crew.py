@@ -80,7 +80,7 @@ class Crew:
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
-        self._members = facts[0].together  # that hold the parts of one model, and compute and sample together
+        self._members, self._samplers = facts[0].together, facts[0].sampling  # workers that compute each layer together, or sample together
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
@@ -155,13 +155,13 @@ class Crew:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
         of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
-        size, numbered = len(self._ranks_of("actor")) // self._members, list(enumerate(prompts))
+        size, numbered = len(self._ranks_of("actor")) // self._samplers, list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
         longest = max((len(prompt.ids) for _, prompt in queue), default=0)
-        dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._members)]
+        dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._samplers)]
         args = [(own, sampling, seed, self._version, longest) for own in dealt]
-        call = self._start("actor", "generate", args, what="rollout", together=self._members > 1)
+        call = self._start("actor", "generate", args, what="rollout", together=self._samplers > 1)
         for rank, item in call.items():
             if isinstance(item, FreeSeats):
                 call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
@@ -172,7 +172,7 @@ class Crew:
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
-        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")[:: self._members]
+        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")[:: self._samplers]
         return reduce(EngineStats.beside, found)
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
@@ -180,7 +180,7 @@ class Crew:
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
-            self._progress = JointProgress(len(self._ranks_of("actor")) // self._members, say)
+            self._progress = JointProgress(len(self._ranks_of("actor")) // self._samplers, say)
             self._each("actor", "send_progress", interval, what="set-up")
 
     def most_tokens(self, role: str) -> int:
@@ -191,8 +191,8 @@ class Crew:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
         found: list[SyncReport] = self._each("actor", "sync", version, what="sync")
         self._version = version
-        for part in range(self._members):  # each member has weights that only others with its part have too
-            require_same([each.checksum for each in found[part :: self._members]], version)
+        for part in range(self._samplers):  # each member has weights that only others with its part have too
+            require_same([each.checksum for each in found[part :: self._samplers]], version)
         seconds, moved = max(each.seconds for each in found), max(each.moved_bytes for each in found)
         speed = {"sync/gb_per_s": moved / 1e9 / seconds} if moved else {}
         return {"sync/seconds": seconds, **speed} if moved or len(found) > 1 else {}

@@ -49,11 +49,13 @@ def leave_whole(role: str, model: torch.nn.Module) -> None:
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
     resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (),
-    divide: Callable[[str, torch.nn.Module], None] = leave_whole, loaded: Callable[[str, torch.nn.Module], None] = leave_whole,
+    divide: Callable[[str, torch.nn.Module], PreTrainedModel | None] = leave_whole,
+    loaded: Callable[[str, torch.nn.Module], None] = leave_whole,
 ) -> Models:  # fmt: skip
     """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
     too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded. `divide`: called with
-    each role's model, verified and with adapters, before it is fused; `loaded`: after that, before the next one is loaded."""
+    each role's model, verified and with adapters, before it is fused; what it returns is fused too. `loaded`: called after that, before the
+    next one is loaded."""
     fusing, layers = Fusing(config, device, divide, learns=bool(roles)), dict[int, LayerShape]()
 
     def load_actor_and_layers() -> PreTrainedModel:
@@ -83,8 +85,9 @@ class Fusing:
     keeps the results for the plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
 
     def __init__(
-        self, config: Config, device: torch.device, divide: Callable[[str, torch.nn.Module], None] = leave_whole, *, learns: bool = False
-    ) -> None:
+        self, config: Config, device: torch.device, divide: Callable[[str, torch.nn.Module], PreTrainedModel | None] = leave_whole, *,
+        learns: bool = False,
+    ) -> None:  # fmt: skip
         self.divide = divide
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
@@ -105,9 +108,11 @@ class Fusing:
 
     def fuse(self, role: str, whole: PreTrainedModel | ScalarModel) -> None:
         """Call it once the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
-        self.divide(role, whole)
+        also = self.divide(role, whole)
         model, reason = whole.body if isinstance(whole, ScalarModel) else whole, None
         try:
+            if also is not None and self.off is None:
+                fuse_and_compare(also)
             if self.compiles:
                 self.found[role] = compile_and_compare(model)
             elif self.off is None:

@@ -36,7 +36,7 @@ from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.parallel.parts import ModelPart, PartTwin
+from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
@@ -95,13 +95,14 @@ def load_worker(
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    grid = Grid.of(ranks, tensor_size(order, ranks.size), order.config.train.expert_parallel if order.roles else 1)
+    tensor, rollout = tensor_sizes(order, ranks.size)
+    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles else 1, rollout)
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
     shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
-    if grid.tensor.size > 1:
-        how["divide"] = ModelDivider(shared, grid.tensor).divide
+    if max(tensor, rollout) > 1:
+        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if tensor != rollout else None).divide
     if grid.replicas:
         how["loaded"] = ExpertDivider(shared, grid.experts, order.sampled).divide
     if shares_out(config, order.roles, grid.data):
@@ -112,8 +113,8 @@ def load_worker(
         **how,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
-    layout = {"workers": ranks.size, "parts": grid.tensor.size}
-    kept = order.kept if order.kept and {**layout, "parts": 1, **order.kept}.items() >= layout.items() else None
+    layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
+    kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
     worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
@@ -125,10 +126,14 @@ def load_worker(
     return worker
 
 
-def tensor_size(order: WorkerOrder, workers: int) -> int:
-    """How many workers each layer is divided among. An evaluation may have another number of workers than the run that learned."""
-    size = order.config.train.tensor_parallel
-    return size if order.roles or workers % size == 0 else 1
+def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
+    """Among how many workers each layer is divided: that learns, and that an engine reads. An evaluation may have another number of workers
+    than the run that learned, and has one model."""
+    tensor, given = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
+    rollout = tensor if given == "auto" else given
+    if not order.roles:
+        return (rollout, rollout) if workers % rollout == 0 else (1, 1)
+    return tensor, rollout if order.sampled else tensor
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -164,7 +169,7 @@ def make_worker(
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grid`: it and the others, which must be
     made at the same time. `shared`: the models as they are divided and shared out among these."""
-    ranks, layers = grid.everyone, member_layers(models.layers, grid.tensor.size)
+    ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
     apart = {role: part.names for role, part in shared.parts.items() if isinstance(part, ExpertSplit)}
@@ -174,6 +179,8 @@ def make_worker(
     }
     of_roles = {role: known[role] for role in models.own}
     facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
+    if shared.copied and shared.rollout is not None:
+        facts = replace(facts, copy_bytes=sum(own.nbytes for own in shared.rollout.parameters()))
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grid, shared)
@@ -182,6 +189,9 @@ def make_worker(
         own.sequence, own.tensor = groups.get(settings[name].sequence_parallel, ONE), grid.tensor
         own.meets = bool(grid.replicas) and any(own.model is part.model for part in shared.parts.values())
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
+    if isinstance(shared.twin, RolloutCopy) and "actor" in made.trainers:
+        optimizer = made.trainers["actor"].optimizer
+        shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
     if shared.twin:
         shared.twin.sync()
     if device.type == "cuda" and made.trainers:
@@ -214,6 +224,7 @@ def make_worker(
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,
+        sampling=grid.rollout,
         collect=shared.collect,
     )
 
@@ -309,7 +320,9 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | PartTwin | None) -> Account:
+def make_account(
+    device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | PartTwin | RolloutCopy | None
+) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
     accumulators = [optimizer.accumulators for optimizer in optimizers]
     return Account(

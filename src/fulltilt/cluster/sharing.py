@@ -20,7 +20,7 @@ from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.parallel.apply import Shards, Sharing, shard, share
 from fulltilt.parallel.experts import expert_modules, split_experts
-from fulltilt.parallel.parts import ModelPart, PartTwin, join_on_first
+from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
 from fulltilt.parallel.twin import Twin, like, over_same_memory, whole_on_host, with_memory_of_its_own, without_memory
@@ -36,21 +36,26 @@ class SharedModels:
     facts: dict[str, RoleFacts] = field(default_factory=dict)  # what each role's model was like before it was shared out
     rollout: PreTrainedModel | None = None  # the whole actor, or this worker's part of it, for the engine
     structure: PreTrainedModel | None = None  # the actor, or the part, without memory, where no engine needs it
-    twin: Twin | PartTwin | None = None  # keeps `rollout` at the latest weights
+    twin: Twin | PartTwin | RolloutCopy | None = None  # keeps `rollout` at the latest weights
     undivided: PreTrainedModel | None = None  # the actor without memory, before it was divided
     tells: bool = True  # whether this worker is the first of those that hold the same part
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
     adapters_alone: bool = False  # whether an export has only these
 
+    @property
+    def copied(self) -> bool:
+        """Whether the engine's model is divided in another way than the actor."""
+        return isinstance(self.twin, RolloutCopy)
+
     def collect(self) -> None:
         """Make the whole actor for an export, on all workers at the same time."""
-        if self.twin:
+        if self.twin and not self.copied:
             self.twin.sync()
         elif self.structure is not None:
             self.collected = whole_on_host(self.shards["actor"], self.structure, learning=self.adapters_alone)
         if self.undivided is not None and self.tells:
             made = self.parts["actor"]
-            part = self.rollout or self.collected or made.model
+            part = (None if self.copied else self.rollout) or self.collected or made.model
             wanted = {name: each for name, each in part.named_parameters() if each.requires_grad or not self.adapters_alone}
             memory = join_on_first(made, {name: each.detach().to(self.undivided.dtype) for name, each in wanted.items()})
             self.collected = like(self.undivided, lambda name, own: memory.get(name, own)) if memory is not None else None
@@ -59,7 +64,8 @@ class SharedModels:
         """As `loading.exporter`; what `collect` has made is written."""
         if "actor" not in models.own:
             return lambda folder: None, 0
-        export, count = exporter(config, self.undivided or self.rollout or self.structure or models.actor, tokenizer)
+        of_engine = None if self.copied else self.rollout
+        export, count = exporter(config, self.undivided or of_engine or self.structure or models.actor, tokenizer)
         if self.structure is None and self.undivided is None:
             return export, count
 
@@ -81,7 +87,9 @@ class SharedModels:
             yield f"{role}: parameters shared out among {sharing.group.size} workers{groups}, {in_bytes(held)} each"
         if self.twin:
             held = sum(tensor.nbytes for tensor in self.twin.memory())
-            whole = "its part of the actor" if isinstance(self.parts.get("actor"), TensorSplit) else "the whole actor"
+            whole = "the whole actor" if self.copied or not isinstance(self.parts.get("actor"), TensorSplit) else "its part of the actor"
+            if isinstance(self.twin, RolloutCopy) and self.twin.target:
+                whole = f"one of {self.twin.target.ranks.size} parts of the actor"
             yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
 
 
@@ -91,12 +99,21 @@ class ModelDivider:
 
     found: SharedModels
     ranks: Ranks  # the members that hold all parts
+    rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
 
-    def divide(self, role: str, model: torch.nn.Module) -> None:
+    def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
+        """Returns a model for the engine, which is to be fused too."""
+        found, copied = self.found, None
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
-            self.found.undivided = without_memory(model)
-        self.found.parts[role] = split(model, self.ranks)
+            if self.rollout is not None:
+                copied = found.rollout = with_memory_of_its_own(model)
+                found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
+            if self.ranks.size > 1:
+                found.undivided = without_memory(model)
+        if self.ranks.size > 1:
+            found.parts[role] = split(model, self.ranks)
+        return copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +130,12 @@ class ExpertDivider:
         found = self.found
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
-            if self.sampled:
+            if self.sampled and not found.copied:
                 found.rollout = with_memory_of_its_own(model)
             else:
                 found.undivided = without_memory(model)
         found.parts[role] = split_experts(model, self.ranks)
-        if role == "actor" and found.rollout is not None:
+        if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = PartTwin(found.rollout, found.parts[role])
 
 
@@ -145,12 +162,12 @@ class ModelSharer:
         found.facts[role] = role_facts(model, learns=role in self.learners)
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
-            if self.sampled:
+            if self.sampled and not found.copied:
                 found.rollout = over_same_memory(model)
             else:
                 found.structure = without_memory(model)
         found.shards[role] = shard(model, self.sharing)
-        if role == "actor" and found.rollout is not None:
+        if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # whole parameters are in pieces into which those of the next role may not fit

@@ -124,6 +124,7 @@ def find_facts(
         layers=fused,
         sharding=sharding,
         parts=grid.tensor.size,
+        rollout_parts=grid.rollout.size,
     )
 
 

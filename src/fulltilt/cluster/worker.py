@@ -32,7 +32,7 @@ from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
-from fulltilt.parallel.parts import PartTwin
+from fulltilt.parallel.parts import PartTwin, RolloutCopy
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -88,6 +88,7 @@ class WorkerFacts:
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
     together: int = 1  # workers that compute each layer together
+    sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
 
@@ -209,7 +210,8 @@ class Worker:
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
-    twin: Twin | PartTwin | None = None  # the whole actor for the engine, where it is shared out or its experts are divided
+    twin: Twin | PartTwin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
+    sampling: Ranks = ALONE  # the members that sample together
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
@@ -220,7 +222,9 @@ class Worker:
 
     def facts(self) -> WorkerFacts:
         parts = max((role.tensor.size for role in self.roles.values()), default=1)
-        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, parts, self._waits, self.shelf is not None)
+        return WorkerFacts(
+            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
+        )
 
     @property
     def _waits(self) -> bool:
@@ -233,7 +237,7 @@ class Worker:
         bit, no clock may decide who samples what."""
         repeats = self.config.run.deterministic or self.account.device.type == "cpu"
         # Members who sample together must get the same prompts at the same time.
-        return self.engine is not None and self.engine.can_be_fed and not repeats and self.actor.tensor.alone
+        return self.engine is not None and self.engine.can_be_fed and not repeats and self.sampling.size == 1
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
@@ -289,7 +293,7 @@ class Worker:
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
-                if self.actor.tensor.rank:  # another member tells the same
+                if self.sampling.rank:  # another member tells the same
                     continue
                 if isinstance(item, Group):
                     group = replace(item, place=places[item.place])
@@ -311,7 +315,7 @@ class Worker:
 
     def send_progress(self, interval: float) -> None:
         """Have `generate` send a `RolloutProgress` after every `interval` seconds of generating."""
-        self._progress_s = interval if self.config.rollout.log_stats and not self.actor.tensor.rank else None
+        self._progress_s = interval if self.config.rollout.log_stats and not self.sampling.rank else None
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""
@@ -345,7 +349,7 @@ class Worker:
             self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
-    def _sync_twin(self, twin: Twin | PartTwin) -> None:
+    def _sync_twin(self, twin: Twin | PartTwin | RolloutCopy) -> None:
         if not twin.current:
             self.residents.need("actor")
             twin.sync()

@@ -20,15 +20,19 @@ class Grid:
     data: Ranks = ALONE  # the workers that have the same part, or the whole model: they share out the rest
     experts: Ranks = ALONE  # the workers that hold all experts
     replicas: Ranks | None = None  # the workers that hold the same experts; None: experts are not divided
+    rollout: Ranks = ALONE  # the members that sample together, each with a part of every layer
 
     @staticmethod
-    def of(ranks: Ranks, tensor: int = 1, experts: int = 1) -> Grid:
+    def of(ranks: Ranks, tensor: int = 1, experts: int = 1, rollout: int = 1) -> Grid:
         """All workers must call it at the same time. `tensor`: among how many each layer is divided; `experts`: among how many experts
-        are."""
+        are; `rollout`: among how many each layer is divided that an engine reads."""
         assert 1 in (tensor, experts)
+        together = ranks.line(tensor) if tensor > 1 else ALONE
+        sampling = together if rollout == tensor else ranks.line(rollout) if rollout > 1 else ALONE
         if experts > 1:
-            return Grid(ranks, data=ranks, experts=ranks.line(experts), replicas=ranks.line(ranks.size // experts, experts))
-        return Grid(ranks, ranks.line(tensor), ranks.line(ranks.size // tensor, tensor)) if tensor > 1 else Grid(ranks, data=ranks)
+            replicas = ranks.line(ranks.size // experts, experts)
+            return Grid(ranks, data=ranks, experts=ranks.line(experts), replicas=replicas, rollout=sampling)
+        return Grid(ranks, together, ranks.line(ranks.size // tensor, tensor) if tensor > 1 else ranks, rollout=sampling)
 
 
 ONE_WORKER = Grid()

@@ -1,22 +1,25 @@
 """A model of which every worker of a group holds a part: what tensor and expert parallelism have in common.
 
 Enters: a model whose parameters were cut as a table says. Leaves: `ModelPart`, whole parameters in main memory for an export, and
-`PartTwin`, a whole copy for a rollout engine. Guaranteed: every parameter keeps its name; a twin's parameters stay at the same addresses.
+copies for a rollout engine: `PartTwin`, a whole one, and `RolloutCopy`, divided in any way. Guaranteed: every parameter keeps its name; the
+parameters of copies stay at the same addresses.
 All workers of the group must call the same functions at the same time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
+from fulltilt.model.arrays import local
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.slices import SliceTable, join
+from fulltilt.parallel.slices import SliceTable, join, take_part
 
 
 @dataclass(eq=False)
@@ -98,6 +101,60 @@ def join_on_first(part: ModelPart, parts: Mapping[str, torch.Tensor]) -> dict[st
         if whole is not None and first:
             found[name] = whole.cpu()
     return found if first else None
+
+
+class RolloutCopy:
+    """A model for a rollout engine that is divided in another way than the one that learns: it has memory of its own."""
+
+    def __init__(self, model: torch.nn.Module, target: ModelPart | None) -> None:
+        """`target`: the part of `model` that this worker has; None: it is whole."""
+        self.model, self.target = model, target
+        self._latest: Callable[[], int] = lambda: 0
+        self._get: Mapping[str, Callable[[], torch.Tensor]] = {}
+        self.version = 0
+
+    def follow(self, source: torch.nn.Module, part: ModelPart | None, shards: Shards | None, latest: Callable[[], int]) -> None:
+        """Name what learns: a model that may be a part, and may be shared out. `latest` counts how often it has changed."""
+        self._latest, self.version = latest, -1
+        types = {name: own.dtype for name, own in self.model.named_parameters()}
+        trained = {name: own for name, own in source.named_parameters() if own.requires_grad}
+
+        def whole(name: str, own: torch.Tensor) -> torch.Tensor:
+            found = gather_rows(shards, name, own, types[name]) if shards else own.detach().to(types[name])
+            if part is None or part.is_whole(name):
+                return found
+            gathered = gather_whole(part, name, found)
+            assert gathered is not None
+            return gathered
+
+        self._get = {name: partial(whole, name, own) for name, own in trained.items()}
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Get the latest values, unless it has them: one parameter after another is whole for a moment."""
+        if self.current:
+            return
+        targets = dict(self.model.named_parameters())
+        for name, get in self._get.items():
+            found = get()
+            targets[name].copy_(take_part(self.target.table.cuts[name], found, self.target.ranks.rank) if self.target else found)
+        self.version = self._latest()
+
+    @property
+    def current(self) -> bool:
+        return self.version == self._latest()
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+
+
+def gather_rows(shards: Shards, name: str, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter that is shared out by rows, whole, in the given type."""
+    group, layout = shards.sharing.group, shards.layout([name])
+    held, memory = local(own).detach().reshape(-1), torch.zeros(group.size * layout.width(name), dtype=dtype, device=own.device)
+    group.own(memory)[: len(held)] = held
+    group.gather(memory)
+    return memory[: own.numel()].view(own.shape)
 
 
 class PartTwin:

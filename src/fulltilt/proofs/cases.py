@@ -117,6 +117,8 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
     yield ProofCase("rollout.prefix_sharing", "rollout", measure.PREFILLED)
     yield ProofCase("rollout.prefix_sharing", "rollout", measure.HIT_RATE, change="more")
     yield ProofCase("rollout.cuda_graphs", "rollout", measure.LAUNCHES, change="to less than half", needs_cuda=REFUSED)
+    divided: Settings = {"cluster.workers": 2, "train.tensor_parallel": 2}
+    yield ProofCase("rollout.tensor_parallel", "rollout", measure.held("parameters", "rollout"), 1, 2, divided)
     yield ProofCase("rollout.log_stats", "rollout", measure.LOG_LINES, change="more")
     yield ProofCase("rollout.log_stats", "rollout", measure.ROLLOUT_METRICS, change="more")
     yield ProofCase("rollout.engine", "rollout", measure.NATIVE_SAMPLES, "vllm", "native", change="more", off_is_refused=True)

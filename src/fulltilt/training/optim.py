@@ -117,6 +117,11 @@ class Optimizer:
         first, second = (part.states[moment] for moment in MOMENTS)
         return Share(part.name, part.numbers, own, part.states.get(MASTER, own), (first, second), step)
 
+    @property
+    def version(self) -> int:
+        """How many times the parameters were changed."""
+        return self._held.version
+
     def begin(self, update: int) -> None:
         """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
         the run's steps and ends with them."""

@@ -45,6 +45,10 @@ class Held(Protocol):
     saves: bool  # whether what this worker has belongs into a checkpoint: no other worker saves the same
 
     @property
+    def version(self) -> int:
+        """How many times the numbers were changed."""
+
+    @property
     def accumulators(self) -> list[torch.Tensor]:
         """The memory of accumulated gradients, as far as it exists now."""
 
@@ -76,6 +80,7 @@ class Held(Protocol):
 
 class WholeParameters:
     saves: bool = True
+    version: int = 0
     own: Mapping[str, slice]
     gradients: dict[torch.dtype, torch.Tensor]
 
@@ -159,14 +164,14 @@ class WholeParameters:
     def changed(self) -> None:
         for memory in self.memories:
             self.ranks.gather(memory)
-        if self.divided:
-            self.divided.part.version += 1
+        self.version += 1
 
 
 class ExpertsApart:
     """Whole parameters, of which those of experts are shared out only among the workers that have the same experts."""
 
     saves: bool = True
+    version: int = 0
 
     def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks, divided: Divided) -> None:
         assert divided.replicas is not None
@@ -212,6 +217,7 @@ class ExpertsApart:
     def changed(self) -> None:
         for each in self._both:
             each.changed()
+        self.version += 1
         self.divided.part.version += 1
 
 
@@ -262,6 +268,10 @@ class ParameterShards:
 
     def changed(self) -> None:
         self.shards.version += 1
+
+    @property
+    def version(self) -> int:
+        return self.shards.version
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor], parameters: Parameters) -> torch.Tensor:
