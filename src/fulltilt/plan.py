@@ -298,7 +298,9 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
     actor, block = facts.actor, config.rollout.block_tokens
     shape, itemsize = actor.shape, actor.itemsize
     blocks = -(-(facts.longest + longest_response(config) + footprint.BURST) // block) + footprint.TABLE_STEP
-    found = 4 * rows * (shape.vocabulary + blocks) + footprint.progress_bytes(rows)
+    vocabulary = shape.vocabulary * facts.parts  # each member samples from all logits: its own part, those gathered, and these in order
+    logits = vocabulary if facts.rollout_parts == 1 else 2 * vocabulary + vocabulary // facts.rollout_parts
+    found = 4 * rows * (logits + blocks) + footprint.progress_bytes(rows)
     if facts.device != "cuda":
         return found
     sizes, first = footprint.sizes_up_to(rows), shape.layers[0]
@@ -310,7 +312,7 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
     of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
     of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, facts.device) else 0  # with top-k and top-p, and without
     of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
-    return found + of_attention + footprint.sampling_bytes(rows, shape.vocabulary) + of_layer + of_graphs + of_trials
+    return found + of_attention + footprint.sampling_bytes(rows, vocabulary) + of_layer + of_graphs + of_trials
 
 
 def keep_budgets(
