@@ -46,6 +46,7 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
 CASES = {
     **{name: FAMILIES[name] for name in ("experts", "ppo-experts", "mixtral")},
     "lora-experts": ("qwen3-moe", runs.GRPO, ("lora.rank=2", 'lora.parameters=["experts.gate_up_proj", "experts.down_proj"]')),
+    "frozen-experts": ("qwen3-moe", runs.GRPO, ("lora.rank=2",)),
     "recompute-experts": ("qwen3-moe", runs.GRPO, ("train.recompute=full",)),
     "sft-experts": ("qwen3-moe", runs.SFT, ()),
 }

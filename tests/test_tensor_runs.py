@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import devices
+import models
 import numpy as np
 import pytest
 import runs
@@ -30,13 +31,17 @@ from test_devices import (
     saved_tensors,
 )  # fmt: skip
 from test_sequence import FAMILIES, alone  # noqa: F401 (a fixture)
+from transformers import AutoModelForSequenceClassification
 
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import wrong_settings
+from fulltilt.cluster.processes import ProcessCall
 from fulltilt.parallel.experts import expert_table
 from fulltilt.parallel.holdings import held_bytes
 from fulltilt.parallel.layout import ParameterSize, Sharding
 from fulltilt.parallel.slices import slice_table
+from fulltilt.records import Prompt
+from fulltilt.rollout.sampler import Sampling
 
 ModelFolders = Callable[[str], Path]
 Pool = devices.Pool
@@ -193,7 +198,7 @@ REFUSED = {
         ("cluster.workers=3", "train.tensor_parallel=3"),
         r"3 workers cannot hold .*: the model has 4 query heads. Use 1$",
     ),
-    "four of six": (("cluster.workers=6", FOUR), r"train.tensor_parallel: 4 does not divide the run's 6 workers. Use 1 or 2$"),
+    "four of six": (("cluster.workers=6", FOUR), r"train.tensor_parallel: 4 does not divide the 6 workers of the run. Use 1 or 2$"),
     "a role with one worker": (
         ("cluster.workers=3", "algorithm.name=ppo", "cluster.roles={critic = 1}", TWO),
         r"train.tensor_parallel: 2 does not divide the 1 worker that has the critic's role. Use 1$",
@@ -206,7 +211,7 @@ REFUSED = {
     ),
     "samplers": (
         ("cluster.workers=3", "rollout.tensor_parallel=2"),
-        r"^rollout.tensor_parallel: 2 does not divide the run's 3 workers",
+        r"^rollout.tensor_parallel: 2 does not divide the 3 workers of the run",
     ),
     "groups": (
         ("cluster.workers=8", TWO, "train.shard=hybrid", "train.shard_size=8"),
@@ -251,3 +256,42 @@ def test_a_worker_holds_what_is_predicted(
         expected = held_bytes(sizes, sharding, rank if experts else rank // 2)
         assert (own["parameters"], own["optimizer"]) == (expected.parameters, expected.optimizer)
         assert own["parameters"] < (0.8 if experts else 0.6) * alone
+
+
+PROMPTS = [Prompt(uid=uid, ids=np.arange(3, 8 + uid), text="") for uid in range(3)]
+
+
+def test_members_that_tell_no_samples_are_not_silent(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples come from the first member of a group; the driver hears of the others as often."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    with pool_of_devices.assembled(folder, 2, *ONE_STEP, TWO) as parts:
+        heard: list[int] = []
+        add = ProcessCall.add_item
+        monkeypatch.setattr(ProcessCall, "add_item", lambda call, rank, item: (heard.append(rank), add(call, rank, item)))
+        with parts.crew.phase("rollout"):
+            groups = list(parts.crew.generate(PROMPTS, Sampling(samples=2, max_new_tokens=4), 0))
+    assert len(groups) == len(PROMPTS) and heard.count(1) == heard.count(0) == len(PROMPTS)
+
+
+def test_an_evaluation_whose_roles_have_unlike_numbers_of_workers(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    """Two workers of a reward model divide it; the one that samples has a whole actor."""
+    judge, config = tmp_path / "judge", models.FAMILIES["qwen2"]()
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    models.tokenizer().save_pretrained(judge)
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    own = ("eval", "run.toml", DOUBLE, 'reward.function={ "reward.py:score" = 1.0, reward_model = 0.5 }', f"reward_model.path={judge}")
+    with pool_of_devices.used():
+        expected = runs.command_here(folder, *own)
+        found = runs.command_here(folder, *own, "cluster.workers=3", "cluster.roles={reward_model = 2}", TWO)
+    assert (expected.code, found.code) == (0, 0), found.error
+    assert "layers are not divided as in the run that learned: 1 worker cannot" in found.error + found.out
+    assert values(found.out) == pytest.approx(values(expected.out), rel=1e-4)  # printed with four digits
+
+
+def values(printed: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^(val\S+)  (\S+)$", printed, re.MULTILINE)}

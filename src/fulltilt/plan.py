@@ -731,6 +731,16 @@ def check_loading(facts: Facts) -> None:
     )
 
 
+def check_whole(facts: Facts, roles: Mapping[str, RoleFacts], parts: int) -> None:
+    """Refuse models that are to be divided, and do not fit on a device whole, as which they are loaded."""
+    for role, model in roles.items() if parts > 1 else ():
+        if model.parameter_bytes > facts.device_bytes:
+            raise UserError(
+                f"train.tensor_parallel: the {role} has {in_bytes(model.parameter_bytes)} of parameters, and is loaded whole on each "
+                f"device, which has {in_bytes(facts.device_bytes)}, before its layers are divided among {parts}. Use a smaller model"
+            )
+
+
 def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
     """What the workers of a run share out. `auto`: the optimizer where it fits, else parameters too, within the `beside` workers of a
     machine or among all; first without anything on the host, then with what `auto` may offload. `only`: why it must be the optimizer."""

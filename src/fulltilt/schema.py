@@ -618,9 +618,9 @@ class TrainConfig(Section):
         used_if=_if_several,
     )
     """Neighbouring workers that hold one part each of every layer's matrices, and compute each layer together: some heads, columns and
-    tokens of the vocabulary each. For models too large for one device, in updates, passes and rollouts, of all roles. It divides the
-    number of workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what
-    `shard` and `sequence_parallel` share out, workers with the same part do. Note: The guides' rule of thumb is about 4 billion parameters
+    tokens of the vocabulary each, for models that do not fit on one device with gradients, optimizer and KV cache. It divides the number of
+    workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what `shard` and
+    `sequence_parallel` share out, workers with the same part do. All roles. Note: The guides' rule of thumb is about 4 billion parameters
     per GPU."""
     expert_parallel: Positive = _sharing(
         1,

@@ -63,7 +63,7 @@ UNSHARED = {
     "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
 }
 
-UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers that workers divide"}
+UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,21 +284,20 @@ def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[
 
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
     """Roles whose layers cannot be divided among so many workers. `shapes`: of each role that the key is of."""
-    said = set[str]()
+    said = set[tuple[int, str | None]]()  # once for all roles of which the same is wrong
     for role, shape, own in shapes:
-        has = "has" if own == 1 else "have"
-        whose = f"the {many(own, 'worker')} that {has} the {role}'s role" if config.cluster.roles else f"the run's {many(own, 'worker')}"
-        legal = [str(each) for each in legal_sizes(shape) if own % each == 0]
-        if own % size:
-            text = f"{key}: {size} does not divide {whose}. Use {either(legal)}"
-        elif (reason := why_not_divided(shape, size)) is not None:
-            of_role = "" if role == "actor" else f" of the {role}"
-            text = f"{key}: {size} workers cannot hold a part of every layer{of_role}: {reason}. Use {either(legal)}"
-        else:
+        reason = None if own % size else why_not_divided(shape, size)
+        if (reason is None and own % size == 0) or (own, reason) in said:
             continue
-        if text.replace(role, "") not in said:
-            said.add(text.replace(role, ""))
-            yield text
+        said.add((own, reason))
+        legal = either([str(each) for each in legal_sizes(shape) if own % each == 0])
+        if reason is None:
+            has = "has" if own == 1 else "have"
+            of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
+            yield f"{key}: {size} does not divide {of_role if config.cluster.roles else f'the {own} workers of the run'}. Use {legal}"
+        else:
+            of_role = "" if role == "actor" else f" of the {role}"
+            yield f"{key}: {size} workers cannot hold a part of every layer{of_role}: {reason}. Use {legal}"
 
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -310,6 +309,9 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
         yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
     if shares_parameters(config):
         yield f'{key}: {size} goes with train.shard = "optimizer", and it is "{config.train.shard}". Remove one of the keys'
+    for other, why in UNDIVIDED.items():
+        if value_of(config, other) is True:
+            yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
     for role, shape, own in shapes_of_roles(config, algorithm, device):
         legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0]
         if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
@@ -335,7 +337,7 @@ def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterat
         "critic": algorithm.value_loss,
         "reward_model": uses_reward_model(config),
     }
-    for role in (role for role, wanted in used.items() if wanted):
+    for role in (role for role, wanted in used.items() if wanted and workers > 1):  # one worker: such keys have no effect, which is said
         own, path = roles.get(role) or workers - sum(roles.values()), None if role == "actor" else getattr(config, role).path
         with suppress(UserError, UnknownParameters):  # said of the model itself, or not known before it is loaded
             if own >= 1:

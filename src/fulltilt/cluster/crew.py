@@ -80,11 +80,11 @@ class Crew:
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
-        self._members, self._samplers = facts[0].together, facts[0].sampling  # workers that compute each layer together, or sample together
+        self._samplers = facts[0].sampling  # workers that sample together
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
-        self._sharing = {role: size * self._members for role, size in of_tokens.items()}
+        self._sharing = {role: size * facts[self._ranks_of(role)[0]].together for role, size in of_tokens.items()}
         self.update_sizes = update_sizes(config, self.plan.budgets, of_tokens)
         self.forward_sizes = forward_sizes(config, self.plan.budgets, of_tokens)
 
@@ -162,7 +162,10 @@ class Crew:
         dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._samplers)]
         args = [(own, sampling, seed, self._version, longest) for own in dealt]
         call = self._start("actor", "generate", args, what="rollout", together=self._samplers > 1)
+        telling = self._ranks_of("actor")[:: self._samplers]
         for rank, item in call.items():
+            if rank not in telling:  # it says that it is at work
+                continue
             if isinstance(item, FreeSeats):
                 call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
             elif isinstance(item, RolloutProgress):

@@ -6,6 +6,7 @@ the checkpoint, and planned. Guaranteed: all workers of a run make the same plan
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -123,6 +124,10 @@ def load_worker(
     if ranks.of_run > 1:
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
+    asked = order.config.rollout.tensor_parallel
+    if not order.roles and order.only is None and rollout == 1 < (order.config.train.tensor_parallel if asked == "auto" else asked):
+        why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
+        worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
     return worker
 
 
@@ -156,10 +161,11 @@ def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: 
     return f"{who}: models loaded in {seconds:.1f} s; {each} has {has} and {memory} of free memory ({backend})"
 
 
-def describe_adapters(model: PreTrainedModel) -> str:
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
+def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
+    """`part`: given where this worker has a part of the model."""
+    counts = {name: math.prod(part.whole[name]) if part else own.numel() for name, own in model.named_parameters()}
+    trained = sum(counts[name] for name, own in model.named_parameters() if own.requires_grad)
+    return f"LoRA: {trained:,} of {sum(counts.values()):,} parameters are trained"
 
 
 def make_worker(
@@ -208,6 +214,7 @@ def make_worker(
         bounds = limits(config, plan.budgets, device, texts.longest)
         context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
         engine = make_engine(config.rollout.engine, context)
+    adapters = [describe_adapters(models.actor, shared.parts.get("actor"))] if config.lora.rank and "actor" in models.own else []
     return Worker(
         config=config,
         algorithm=algorithm,
@@ -220,7 +227,7 @@ def make_worker(
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*([describe_adapters(models.actor)] if config.lora.rank and "actor" in models.own else []), *notes, *shared.notes()),
+        notes=(*adapters, *notes, *shared.notes()),
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,

@@ -23,7 +23,7 @@ from fulltilt.parallel.experts import expert_modules, split_experts
 from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
-from fulltilt.parallel.twin import Twin, like, over_same_memory, whole_on_host, with_memory_of_its_own, without_memory
+from fulltilt.parallel.twin import Twin, like, over_same_memory, part_memory, whole_on_host, without_memory
 from fulltilt.plan import RoleFacts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes
@@ -107,12 +107,14 @@ class ModelDivider:
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
-                copied = found.rollout = with_memory_of_its_own(model)
+                copied = found.rollout = over_same_memory(model)
                 found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
             if self.ranks.size > 1:
                 found.undivided = without_memory(model)
         if self.ranks.size > 1:
             found.parts[role] = split(model, self.ranks)
+        if copied is not None:
+            part_memory(copied, model)
         return copied
 
 
@@ -131,11 +133,12 @@ class ExpertDivider:
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.sampled and not found.copied:
-                found.rollout = with_memory_of_its_own(model)
+                found.rollout = over_same_memory(model)
             else:
                 found.undivided = without_memory(model)
         found.parts[role] = split_experts(model, self.ranks)
         if role == "actor" and found.rollout is not None and not found.copied:
+            part_memory(found.rollout, model)
             found.twin = PartTwin(found.rollout, found.parts[role])
 
 

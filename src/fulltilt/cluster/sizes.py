@@ -34,6 +34,7 @@ from fulltilt.plan import (
     Facts,
     RoleFacts,
     check_loading,
+    check_whole,
     choose_sharding,
     given_settings,
     loading_order,
@@ -68,10 +69,11 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
         return Sharding("optimizer", size, size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=size))
     only = "train.expert_parallel is set" if grid.replicas else next((f"{key} is set" for key in unshared(config)), None)
-    if device.type == "cuda" and size > 1:
+    if device.type == "cuda" and ranks.size > 1:
         try:
-            known = known_roles(config, roles, device.type)
-            facts = replace(facts, roles={role: own.part(parts) for role, own in known})
+            known = dict(known_roles(config, roles, device.type))
+            check_whole(facts, known, parts)
+            facts = replace(facts, roles={role: own.part(parts) for role, own in known.items()})
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     # Groups of neighbours are the workers of a machine only where the first of them is the first of its machine.

@@ -7,7 +7,7 @@ if roles had no workers. A role of `cluster.roles` that this run does not have, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fulltilt.cluster.checks import refuse, too_few, wrong_groups
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
+from fulltilt.words import many
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,20 @@ def teams_of(order: WorkerOrder, size: int) -> list[Team]:
     for role, count in counts.items():
         found.append(Team(order.of_team(role, counts), range(end, end + count)))
         end += count
+    refuse([text for team in found if team.order.roles for text in undivided(team)])
     return found
+
+
+def undivided(team: Team) -> Iterator[str]:
+    """Sizes that do not divide the team's workers, whose number the cluster alone may have known."""
+    train, rollout = team.order.config.train, team.order.config.rollout
+    sizes: dict[str, int | str] = {"train.tensor_parallel": train.tensor_parallel, "train.expert_parallel": train.expert_parallel}
+    if team.order.sampled:
+        sizes["rollout.tensor_parallel"] = rollout.tensor_parallel
+    for key, size in sizes.items():
+        if isinstance(size, int) and len(team.ranks) % size:
+            whose = f"the {many(len(team.ranks), 'worker')} of the {team.label or 'actor'}"
+            yield f"{key}: {size} does not divide {whose}. Use a number that does, or another number of workers"
 
 
 def join_team(

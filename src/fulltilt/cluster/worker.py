@@ -271,11 +271,11 @@ class Worker:
         version: int,
         longest_queued: int = 0,
         inbox: Inbox | None = None,
-    ) -> Generator[AnyGroup | FreeSeats, None, None]:
+    ) -> Generator[AnyGroup | FreeSeats | None, None, None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
-        this worker holds its samples. The KV cache is given back also where the caller stops early. `version`: that of the weights to
-        sample from. `longest_queued`: tokens of the longest prompt that the caller holds back; each `FreeSeats` is then to be answered with
-        more prompts, or with none if there are no more."""
+        this worker holds its samples; None in its place from a member whose group another one tells. The KV cache is given back also where
+        the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest prompt that the
+        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -293,9 +293,9 @@ class Worker:
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
-                if self.sampling.rank:  # another member tells the same
-                    continue
-                if isinstance(item, Group):
+                if self.sampling.rank:  # another member tells the same; this one is only not to be silent
+                    yield None
+                elif isinstance(item, Group):
                     group = replace(item, place=places[item.place])
                     yield self.shelf.keep(group) if self.shelf else group
                 else:
@@ -315,7 +315,7 @@ class Worker:
 
     def send_progress(self, interval: float) -> None:
         """Have `generate` send a `RolloutProgress` after every `interval` seconds of generating."""
-        self._progress_s = interval if self.config.rollout.log_stats and not self.sampling.rank else None
+        self._progress_s = interval if self.config.rollout.log_stats else None
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""

@@ -37,6 +37,10 @@ class ModelPart:
         """The shapes of this worker's parts."""
         return {name: self.table.cuts[name].shape(shape, self.ranks.rank) for name, shape in self.whole.items()}
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def is_whole(self, name: str) -> bool:
         """Whether every worker holds all of a parameter."""
         return self.shapes[name] == self.whole[name]
@@ -55,7 +59,7 @@ class ModelPart:
         """This worker's part of a norm over all workers, which counts every number once, however many hold it. `own`: the range of the
         numbers of this worker's part of each parameter that the gradients are of, flat; None: all."""
         given = list(gradients.values())
-        return torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
+        return torch.nn.utils.get_total_norm(given) if given else torch.zeros((), device=self.device)
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -197,7 +197,7 @@ class TensorSplit(ModelPart):
         for given, copies in self._stretches(gradients, own):
             by_copies.setdefault(copies, []).append(given)
         found = [torch.nn.utils.get_total_norm(each).double().square() / copies for copies, each in by_copies.items()]
-        return sum(found, torch.zeros((), dtype=torch.float64, device=found[0].device if found else None)).sqrt()
+        return sum(found, torch.zeros((), dtype=torch.float64, device=self.device)).sqrt()
 
     def _stretches(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None) -> Iterator[tuple[torch.Tensor, int]]:
         """The numbers of each section of each parameter, flat, and how many members hold the same."""

@@ -35,13 +35,14 @@ def over_same_memory(model: Model) -> Model:
     return like(model, lambda name, parameter: parameter.detach())
 
 
-def with_memory_of_its_own(model: Model) -> Model:
-    """A copy. Layers that run as one product still do."""
-    found = like(model, lambda name, parameter: parameter.detach())
-    for parameter in found.parameters():
-        parameter.data = parameter.data.clone()
-    rejoin(found)
-    return found
+@torch.no_grad()
+def part_memory(copied: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Give a model made by `over_same_memory` memory of its own wherever the other one still has the same."""
+    taken = {own.untyped_storage().data_ptr() for own in model.parameters()}
+    for own in copied.parameters():
+        if own.untyped_storage().data_ptr() in taken:
+            own.data = own.data.clone()
+    rejoin(copied)
 
 
 def without_memory(model: Model) -> Model:

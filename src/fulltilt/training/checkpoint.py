@@ -161,18 +161,23 @@ class SavedTensors:
     def part(self, name: str, wanted: CutTensor, rank: int, start: int, stop: int) -> torch.Tensor:
         """A range of the numbers, flat, of a member's part of a tensor, however it was saved."""
         if self.cuts.get(name) == wanted:
-            return self.numbers(f"{name}#{rank}", start, stop)
+            return self._part(name, rank)[1](start, stop)
         return take_part(wanted.cut, self.whole(name, wanted.shape), rank).reshape(-1)[start:stop]
+
+    def _part(self, name: str, rank: int) -> tuple[tuple[int, ...], Callable[[int, int], torch.Tensor]]:
+        """The shape of a saved part, and a function that reads a range of its numbers. UserError if it is not there."""
+        shape, part = self.cuts[name].cut.shape(self.cuts[name].shape, rank), f"{name}#{rank}"
+        if part not in self.pieces or self.size(part) != math.prod(shape):
+            raise damaged(self.path, f"part {rank} of {name} is missing or of another size")
+        return shape, partial(self.numbers, part)
 
     def _join(self, name: str) -> torch.Tensor:
         """A tensor in parts, flat. It is kept until another one is asked for: its ranges are often asked for one after another."""
         if name not in self._joined:
             own, parts = self.cuts[name], []
             for rank in range(own.size):
-                shape, part = own.cut.shape(own.shape, rank), f"{name}#{rank}"
-                if part not in self.pieces or self.size(part) != math.prod(shape):
-                    raise damaged(self.path, f"part {rank} of {name} is missing or of another size")
-                parts.append(self.numbers(part, 0, self.size(part)).view(shape))
+                shape, numbers = self._part(name, rank)
+                parts.append(numbers(0, math.prod(shape)).view(shape))
             self._joined.clear()
             self._joined[name] = join(own.cut, parts).view(-1)
         return self._joined[name]

@@ -137,7 +137,7 @@ class WholeParameters:
         flats = {name: flat(like_parameter(gradient, self.parameters[name])) for name, gradient in found.items() if gradient is not None}
         if self.divided:
             self.divided.part.sum_shared(flats)
-        if self.ranks.alone:
+        if self.ranks.alone or not self.parameters:
             return flats
         given = torch.tensor([name in flats for name in self.parameters], dtype=torch.float32, device=device_of(self.parameters))
         self.ranks.sum(given)
