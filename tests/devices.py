@@ -79,9 +79,8 @@ class Notes:
         model: Any = self.worker.roles[role].model  # type: ignore[attr-defined]
         parameters = dict(model.named_parameters())
         if shards := self.shards_of(model):
-            layout, rank = shards.layout(list(parameters)), shards.sharing.group.rank
             return {
-                name: (layout.own(name, rank).start, as_array(local(own)).reshape(-1))
+                name: (shards.layout([name]).own(name, shards.group_of(name).rank).start, as_array(local(own)).reshape(-1))
                 for name, own in parameters.items()
                 if local(own).numel()
             }
@@ -506,8 +505,15 @@ class Pool:
             role: [gathered(role, list(pieces), copies[role], [parts[rank] for rank in holding[role]]) for pieces in zip(*own, strict=True)]
             for role, own in steps.items()
         }
-        begin, end = ([joined([pieces[rank] or {} for rank in group]) for group in groups] for pieces in (ask("loaded"), ask("parameters")))
-        begin, end = ([own.undivided("actor", each, rank) for rank, own in enumerate(parts)] for each in (begin, end))
+
+        def whole(pieces: Sequence[Pieces | None]) -> list[Whole]:
+            """The actor's parameters of each worker, or of its group."""
+            if parts[0].apart and len(groups[0]) > 1:
+                return [gathered("actor", [own or {} for own in pieces], 1, parts)] * len(pieces)
+            each = [joined([pieces[rank] or {} for rank in group]) for group in groups]
+            return [own.undivided("actor", each, rank) for rank, own in enumerate(parts)]
+
+        begin, end = whole(ask("loaded")), whole(ask("parameters"))
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
         names = ["".join(names[rank - own.rank : rank - own.rank + size]) for rank, own in enumerate(parts) for size in [own_size(own)]]
         restored, states, skipped, moved, engines = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))

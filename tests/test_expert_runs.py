@@ -41,6 +41,8 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "four of four": (4, (FOUR,)),
     "two of four": (4, (TWO,)),
     "two of four, sequences of two": (4, (TWO, "train.sequence_parallel=2")),
+    "two of four, full": (4, (TWO, "train.shard=full")),
+    "four of four, full": (4, (FOUR, "train.shard=full")),
     "two of four, no balance": (4, (TWO, "train.balance=false")),
 }
 CASES = {
@@ -129,7 +131,7 @@ REFUSED = {
     ),
     "four of six": ("qwen3-moe", ("cluster.workers=6", FOUR), r"4 does not divide the 6 workers of the run. Use 1 or 2$"),
     "no experts": ("qwen2", ("cluster.workers=2", TWO), r"train.expert_parallel: 2 .*: the model has no experts. Use 1$"),
-    "shared out": ("qwen3-moe", ("cluster.workers=2", TWO, "train.shard=full"), r'goes with train.shard = "optimizer", and it is "full"'),
+    "shared out": ("qwen3-moe", ("cluster.workers=4", TWO, "train.shard=hybrid", "train.shard_size=2"), r'and it is "hybrid"'),
     "divided layers": (
         "qwen3-moe",
         ("cluster.workers=4", TWO, "train.tensor_parallel=2"),

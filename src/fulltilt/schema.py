@@ -631,7 +631,7 @@ class TrainConfig(Section):
     """Neighbouring workers that divide the experts of every layer among themselves, and send tokens to their experts: for
     mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
     the number of workers and of experts. Rollouts have all experts on every worker, or parts of all (`rollout.tensor_parallel`). With
-    `shard` "optimizer" only, and without `tensor_parallel`."""
+    `shard` "optimizer" or "full", and without `tensor_parallel`."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

@@ -307,8 +307,8 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
         return
     if config.train.tensor_parallel > 1:
         yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
-    if shares_parameters(config):
-        yield f'{key}: {size} goes with train.shard = "optimizer", and it is "{config.train.shard}". Remove one of the keys'
+    if config.train.shard == "hybrid":
+        yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
     for other, why in UNDIVIDED.items():
         if value_of(config, other) is True:
             yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,11 +104,19 @@ def load_worker(
     shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
     if max(tensor, rollout) > 1:
         how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if tensor != rollout else None).divide
+    steps: list[Callable[[str, torch.nn.Module], None]] = []
     if grid.replicas:
-        how["loaded"] = ExpertDivider(shared, grid.experts, order.sampled).divide
+        steps.append(ExpertDivider(shared, grid.experts, order.sampled, shares_out(config, order.roles, grid.data)).divide)
     if shares_out(config, order.roles, grid.data):
-        sharer = ModelSharer.of(shared, config, grid.data, device, learners_of(order.roles), sampled=order.sampled)
-        how |= {"loaded": sharer.share_out, "order": order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)}
+        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
+        steps.append(sharer.share_out)
+        how["order"] = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
+
+    def loaded(role: str, model: torch.nn.Module) -> None:
+        for step in steps:
+            step(role, model)
+
+    how["loaded"] = loaded
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
         **how,

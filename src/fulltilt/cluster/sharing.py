@@ -10,7 +10,7 @@ shared out, nothing is done and nothing is held.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.parallel.apply import Shards, Sharing, shard, share
-from fulltilt.parallel.experts import expert_modules, split_experts
+from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
+from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
+from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
@@ -125,6 +126,7 @@ class ExpertDivider:
     found: SharedModels
     ranks: Ranks  # the workers that have all experts
     sampled: bool  # whether an engine needs the actor whole
+    shared: bool  # whether parameters are shared out, too
 
     def divide(self, role: str, model: torch.nn.Module) -> None:
         if not any(True for _ in expert_modules(model)):
@@ -134,12 +136,13 @@ class ExpertDivider:
             assert isinstance(model, PreTrainedModel)
             if self.sampled and not found.copied:
                 found.rollout = over_same_memory(model)
-            else:
+                found.twin = RolloutCopy(found.rollout, None) if self.shared else None
+            if not self.sampled or found.copied:
                 found.undivided = without_memory(model)
         found.parts[role] = split_experts(model, self.ranks)
-        if role == "actor" and found.rollout is not None and not found.copied:
+        if role == "actor" and found.rollout is not None:
             part_memory(found.rollout, model)
-            found.twin = PartTwin(found.rollout, found.parts[role])
+            found.twin = found.twin or PartTwin(found.rollout, found.parts[role])
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,22 +157,26 @@ class ModelSharer:
 
     @staticmethod
     def of(
-        found: SharedModels, config: Config, ranks: Ranks, device: torch.device, learners: Collection[str], *, sampled: bool
+        found: SharedModels, config: Config, grid: Grid, device: torch.device, learners: Collection[str], *, sampled: bool
     ) -> ModelSharer:
         train = config.train
         knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
-        return ModelSharer(found, share(ranks, device.type, train.shard_size, **knobs), device, learners, sampled)
+        sharing = share(grid.data, device.type, train.shard_size, **knobs)
+        sharing = with_experts(sharing, grid.replicas, device.type) if grid.replicas else sharing
+        return ModelSharer(found, sharing, device, learners, sampled)
 
     def share_out(self, role: str, model: torch.nn.Module) -> None:
         found = self.found
-        found.facts[role] = role_facts(model, learns=role in self.learners)
+        part = found.parts.get(role)
+        apart = part.names if isinstance(part, ExpertSplit) else ()
+        found.facts[role] = role_facts(model, learns=role in self.learners, apart=apart)
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.sampled and not found.copied:
                 found.rollout = over_same_memory(model)
             else:
                 found.structure = without_memory(model)
-        found.shards[role] = shard(model, self.sharing)
+        found.shards[role] = shard(model, self.sharing if apart else replace(self.sharing, experts=None))
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
         if self.device.type == "cuda":

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fulltilt.model.arrays import is_shard, local
+from fulltilt.model.experts import has_interface
 from fulltilt.model.forward import ONE_PASS
 from fulltilt.model.fuse import separate
 from fulltilt.model.scalar import ScalarModel, decoder_layers
@@ -39,6 +40,7 @@ class Sharing:
     mesh: DeviceMesh
     reshard_after_forward: bool = True  # give the whole parameters of a layer back between its forward and its backward pass
     forward_prefetch: bool = True  # gather the parameters of a layer before the layer ahead of it begins to compute
+    experts: Sharing | None = None  # given where experts are divided: how the workers with the same ones share these out
 
     @property
     def first(self) -> bool:
@@ -46,15 +48,26 @@ class Sharing:
         return self.everyone.rank < self.group.size
 
 
-def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> Sharing:
+def share(
+    ranks: Ranks, device: str, size: int | None = None, *, reshard_after_forward: bool = True, forward_prefetch: bool = True
+) -> Sharing:
     """`size`: workers in a group; None: all are one."""
+    knobs = reshard_after_forward, forward_prefetch
     if size is None or size == ranks.size:
         assert ranks.group is not None
-        return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), **knobs)
+        return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), *knobs)
     assert ranks.size % size == 0, f"{ranks.size} workers are no groups of {size}"
     mesh = mesh_of(ranks, device, size)
     group = replace(ranks, rank=ranks.rank % size, size=size, group=mesh["shard"].get_group())
-    return Sharing(ranks, group, mesh, **knobs)
+    return Sharing(ranks, group, mesh, *knobs)
+
+
+def with_experts(sharing: Sharing, replicas: Ranks, device: str) -> Sharing:
+    """`replicas`: the workers that have the same experts, which may be this one alone. All workers must call it at the same time."""
+    if replicas.alone:
+        alone = dist.new_group(replicas.numbers, timeout=replicas.deadline, use_local_synchronization=True)
+        replicas = replace(replicas, group=alone)
+    return replace(sharing, experts=share(replicas, device))
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
@@ -74,15 +87,23 @@ class Shards:
     sharing: Sharing
     types: Mapping[str, torch.dtype]  # of each parameter, before it was shared out: that of what is computed with it
     units: Sequence[FSDPModule]  # the modules whose parameters become whole together, the whole model last
+    apart: frozenset[str] = frozenset()  # the parameters of experts that are divided
     version: int = 0  # how many times the parameters were changed
 
     def own(self) -> dict[str, torch.Tensor]:
         """The numbers of each parameter that this worker has, flat."""
         return {name: local(parameter).detach().view(-1) for name, parameter in self.model.named_parameters()}
 
+    def group_of(self, name: str) -> Ranks:
+        """The workers among which a parameter is shared out."""
+        return self.sharing.experts.group if self.sharing.experts and name in self.apart else self.sharing.group
+
     def layout(self, names: Sequence[str]) -> RowLayout:
+        """Of parameters that are shared out among the same workers."""
         parameters = dict(self.model.named_parameters())
-        return RowLayout({name: tuple(parameters[name].shape) for name in names}, self.sharing.group.size)
+        sizes = {self.group_of(name).size for name in names} or {self.sharing.group.size}
+        assert len(sizes) == 1
+        return RowLayout({name: tuple(parameters[name].shape) for name in names}, sizes.pop())
 
     def rest(self) -> None:
         """Give whole parameters back that a pass without gradient has left."""
@@ -98,16 +119,19 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     require_one_type(model, types)
     layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
-    for module in (*layers, *of_score, model):
+    experts = {module: name for name, module in model.named_modules() if sharing.experts and has_interface(module)}
+    for module in (*experts, *layers, *of_score, model):
         widen(module)
         wide = torch.promote_types(computing, torch.float32)
         policy = MixedPrecisionPolicy(wide if module in of_score else computing, reduce_dtype=wide, cast_forward_inputs=False)
         # What lies outside the layers is needed first and last: giving it back in between would save nothing.
         reshard = sharing.reshard_after_forward and module is not model
-        fully_shard(module, mesh=sharing.mesh, reshard_after_forward=reshard, mp_policy=policy)
+        mesh = sharing.experts.mesh if sharing.experts and module in experts else sharing.mesh
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     units = list(units_of(model))
     for unit in units:
         sum_gradients(unit, sharing)
+    apart = frozenset(f"{prefix}.{name}" for module, prefix in experts.items() for name, _ in module.named_parameters())
     if sharing.forward_prefetch:
         for module, following in itertools.pairwise((model, *layers)):
             assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
@@ -115,7 +139,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
     model.computing_type = computing  # type: ignore[assignment]
-    return Shards(model, sharing, types, units)
+    return Shards(model, sharing, types, units, apart)
 
 
 def require_one_type(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> None:

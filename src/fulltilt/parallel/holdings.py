@@ -8,7 +8,7 @@ addition while parameters are gathered, `loading_bytes` one of what loading a mo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
@@ -38,8 +38,9 @@ def held_bytes(sizes: Sizes, sharding: Sharding, rank: int = 0) -> Holdings:
     """`rank`: the worker; others differ only by what does not divide evenly. Sizes of experts that are divided are those of its own."""
     if sharding.experts > 1:
         common, own = (tuple(each for each in sizes if each.apart is apart) for apart in (False, True))
-        replicas = Sharding(workers=sharding.workers // sharding.experts)
-        return of_whole(common, sharding, rank) + of_whole(own, replicas, rank // sharding.experts)
+        size, of_worker = sharding.workers // sharding.experts, of_shards if sharding.parameters else of_whole
+        replicas = replace(sharding, workers=size, group=size)
+        return of_worker(common, sharding, rank) + of_worker(own, replicas, rank // sharding.experts)
     return of_shards(sizes, sharding, rank) if sharding.parameters else of_whole(sizes, sharding, rank)
 
 

@@ -154,7 +154,7 @@ class RolloutCopy:
 
 def gather_rows(shards: Shards, name: str, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter that is shared out by rows, whole, in the given type."""
-    group, layout = shards.sharing.group, shards.layout([name])
+    group, layout = shards.group_of(name), shards.layout([name])
     held, memory = local(own).detach().reshape(-1), torch.zeros(group.size * layout.width(name), dtype=dtype, device=own.device)
     group.own(memory)[: len(held)] = held
     group.gather(memory)

@@ -91,8 +91,9 @@ def whole_on_host(shards: Shards, structure: Model, *, learning: bool = False) -
 def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None) -> list[Exchange]:
     """One for each type of the wanted parameters; `targets`: where they go, None: nowhere."""
     own, found = shards.own(), []
-    for dtype in dict.fromkeys(parameter.dtype for parameter in wanted.values()):
-        layout = shards.layout([name for name, parameter in wanted.items() if parameter.dtype == dtype])
+    kinds = {name: (parameter.dtype, name in shards.apart) for name, parameter in wanted.items()}
+    for kind in dict.fromkeys(kinds.values()):
+        names = [name for name, each in kinds.items() if each == kind]
         device = next(iter(own.values())).device
-        found.append(Exchange(layout, shards.sharing.group, dtype, device, own, targets))
+        found.append(Exchange(shards.layout(names), shards.group_of(names[0]), kind[0], device, own, targets))
     return found

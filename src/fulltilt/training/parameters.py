@@ -227,8 +227,7 @@ class ParameterShards:
     def __init__(self, parameters: Parameters, shards: Shards, divided: Divided | None = None) -> None:
         self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
         self.divided = divided
-        layout = shards.layout(list(parameters))
-        self.own = {name: layout.own(name, self.ranks.rank) for name in parameters}
+        self.own = {name: shards.layout([name]).own(name, shards.group_of(name).rank) for name in parameters}
         self._numbers = {name: numbers for name, numbers in shards.own().items() if name in parameters}
 
     @property
