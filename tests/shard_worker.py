@@ -200,7 +200,7 @@ class ShardWorker:
         stale = made.twin.current
         made.twin.sync()
         assert addresses == [parameter.data_ptr() for parameter in made.twin.model.parameters()]
-        copy = whole_on_host(made.shards, made.structure)
+        copy = whole_on_host(made.shards, made.structure, wanted=made.shards.sharing.everyone.rank == 0)
         assert (copy is None) == (made.shards.sharing.everyone.rank > 0)
         values = {name: parameter.detach().double().numpy() for name, parameter in made.twin.model.named_parameters()}
         pairs = zip(copy.parameters(), made.twin.model.parameters(), strict=True) if copy is not None else ()

@@ -53,7 +53,7 @@ class SharedModels:
         if self.twin and not self.copied:
             self.twin.sync()
         elif self.structure is not None:
-            self.collected = whole_on_host(self.shards["actor"], self.structure, learning=self.adapters_alone)
+            self.collected = whole_on_host(self.shards["actor"], self.structure, wanted=self.tells, learning=self.adapters_alone)
         if self.undivided is not None and self.tells:
             made = self.parts["actor"]
             part = (None if self.copied else self.rollout) or self.collected or made.model

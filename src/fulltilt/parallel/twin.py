@@ -77,12 +77,11 @@ class Twin:
         yield from (exchange.buffer for exchange in self._exchanges)
 
 
-def whole_on_host(shards: Shards, structure: Model, *, learning: bool = False) -> Model | None:
-    """A copy of the whole model in main memory, on the first worker; None on the others. `structure`: a model like it, without memory.
-    `learning`: only parameters that learn get memory."""
-    of_first = shards.sharing.everyone.rank == 0
+def whole_on_host(shards: Shards, structure: Model, *, wanted: bool, learning: bool = False) -> Model | None:
+    """A copy of the whole model, or of this worker's part of it, in main memory; None where it is not wanted. `structure`: a model like it,
+    without memory. `learning`: only parameters that learn get memory."""
     parameters = {name: each for name, each in structure.named_parameters() if each.requires_grad or not learning}
-    memory = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()} if of_first else None
+    memory = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()} if wanted else None
     for exchange in exchanges(shards, parameters, memory):
         exchange.gather()
     return None if memory is None else like(structure, lambda name, parameter: memory.get(name, parameter))
