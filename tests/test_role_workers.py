@@ -171,7 +171,7 @@ def test_groups_of_workers_go_with_roles(template: Path, tmp_path: Path, critics
     role = "actor" if critics == 2 else "critic"
     assert f"{role}: parameters shared out among 2 workers, in 2 groups" in trained.said
     groups = [range(0, 2), range(2, 4), range(4, 6)]
-    assert noted.groups == [group for group in groups for _ in group]
+    assert noted.groups == [list(group) for group in groups for _ in group]
     same = groups[:2] if role == "actor" else groups[1:]
     assert noted.digests[same[0].start] == noted.digests[same[1].start] and len(set(noted.digests)) == 2
 
