@@ -60,6 +60,7 @@ COPIED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "two of four, sampled by four": (4, (TWO, "rollout.tensor_parallel=4")),
     "full, sampled by two": (4, ("train.shard=full", "rollout.tensor_parallel=2")),
     "two of four, full, each samples": (4, (TWO, "train.shard=full", "rollout.tensor_parallel=1")),
+    "experts of two, full, each samples": (4, ("train.expert_parallel=2", "train.shard=full")),
     "experts of two, sampled by two": (4, ("train.expert_parallel=2", "rollout.tensor_parallel=2")),
 }
 SHORT = {("dense", "two of two"), ("dense", "full, sampled by two"), ("ppo", "two of four"), ("experts", "four of four")}

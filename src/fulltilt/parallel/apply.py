@@ -119,7 +119,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     require_one_type(model, types)
     layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
-    experts = {module: name for name, module in model.named_modules() if sharing.experts and has_interface(module)}
+    experts = {module: name for name, module in expert_units(model)} if sharing.experts else {}
     for module in (*experts, *layers, *of_score, model):
         widen(module)
         wide = torch.promote_types(computing, torch.float32)
@@ -140,6 +140,16 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     register_fsdp_forward_method(model, ONE_PASS)
     model.computing_type = computing  # type: ignore[assignment]
     return Shards(model, sharing, types, units, apart)
+
+
+def expert_units(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The stacks of experts, each with the adapters around it."""
+    inside = ""
+    for name, module in model.named_modules():
+        base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        if has_interface(base) and not (inside and name.startswith(inside)):
+            inside = f"{name}."
+            yield name, module
 
 
 def require_one_type(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> None:
