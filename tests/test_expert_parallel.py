@@ -83,7 +83,7 @@ def routes(name: str) -> list[torch.Tensor]:
 
 @dataclass(eq=False)
 class Learned(Found):
-    norm: float  # of the gradient
+    norm: float  # that of the gradient
 
 
 class ExpertWorker:

@@ -186,7 +186,7 @@ class Facts:
     sharding: Sharding = UNSHARDED  # what workers share out, those with the same part of the models
     parts: int = 1  # among how many workers each layer is divided
     rollout_parts: int = 1  # the same, of the model that an engine reads
-    copy_bytes: int = 0  # of a model for the engine that is divided in another way than the actor
+    copy_bytes: int = 0  # what a model for the engine takes that is divided in another way than the actor
 
     @property
     def actor(self) -> RoleFacts:

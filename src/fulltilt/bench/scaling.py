@@ -70,7 +70,7 @@ class Scale:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Of a GPU's part of every layer; norms, which all have, are nothing beside the rest."""
+        """The sizes of a GPU's part of every layer. Norms, which all GPUs have, count for little beside the rest."""
         whole = role_of(self.shape).known_sizes
         return tuple(replace(own, shape=(-(-own.count // self.tensor),)) for own in whole) if self.tensor > 1 else whole
 
@@ -236,7 +236,7 @@ class LongSamples:
 
     @property
     def samples(self) -> int:
-        """Of an optimizer step."""
+        """The samples of an optimizer step."""
         return SAMPLES * (PROMPT + RESPONSE) // self.tokens // UPDATES
 
     def working_gpus(self, gpus: int) -> int:
@@ -250,7 +250,7 @@ class LongSamples:
 
     @property
     def own_samples(self) -> int:
-        """Of an optimizer step, those of the GPUs with most."""
+        """The samples of an optimizer step on the GPUs that have most."""
         return -(-self.samples // (self.gpus // self.sequence))
 
     @cached_property

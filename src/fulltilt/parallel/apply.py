@@ -99,7 +99,7 @@ class Shards:
         return self.sharing.experts.group if self.sharing.experts and name in self.apart else self.sharing.group
 
     def layout(self, names: Sequence[str]) -> RowLayout:
-        """Of parameters that are shared out among the same workers."""
+        """The layout of parameters that are shared out among the same workers."""
         parameters = dict(self.model.named_parameters())
         sizes = {self.group_of(name).size for name in names} or {self.sharing.group.size}
         assert len(sizes) == 1

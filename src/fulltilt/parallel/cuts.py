@@ -93,7 +93,7 @@ class CutTensor:
     """A tensor that members hold in parts."""
 
     cut: Cut
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # that of the whole tensor
     size: int  # members
 
     def to_json(self) -> dict[str, Any]:

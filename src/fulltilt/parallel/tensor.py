@@ -182,7 +182,7 @@ class TensorSplit(ModelPart):
             if copies == 1:
                 continue
             number, limit = len(given), EXCHANGE_BYTES // given.element_size()
-            length = number * (self.ranks.size // copies)  # of all members' stretches
+            length = number * (self.ranks.size // copies)  # numbers of all members' stretches
             if pending and (filled + length > limit or given.dtype != pending[0][0].dtype):
                 self._sum(pending, filled)
                 pending, filled = [], 0
@@ -210,7 +210,7 @@ class TensorSplit(ModelPart):
                 begin = end
 
     def sections(self, name: str) -> list[tuple[int, int]]:
-        """Of each section of this member's part of a parameter, where it ends in the flat numbers, and how many members hold the same."""
+        """The sections of this member's part of a parameter: where each ends in the flat numbers, and how many members hold the same."""
         cut, shape = self.table.cuts[name], self.shapes[name]
         if not cut.shared:
             return [(math.prod(shape), 1)]

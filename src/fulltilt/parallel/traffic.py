@@ -58,7 +58,7 @@ class Stream:
         return max(sum(overlap(places, rank * each, (rank + 1) * each) for places in self.read) for rank in range(size))
 
 
-FILLER = Stream(2, (range(1),))  # of a worker that has fewer micro-batches than others, where all must run as many
+FILLER = Stream(2, (range(1),))  # what a worker runs that has fewer micro-batches than others, where all must run as many
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class SequenceWork:
 
     shape: Shape
     size: int  # workers of a group
-    updates: Sequence[Sequence[Stream]] = ()  # of each group, in all optimizer steps
-    scored: Sequence[Sequence[Stream]] = ()  # of each group, in all phases without gradient
+    updates: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all optimizer steps
+    scored: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all phases without gradient
     reads: Reads = "entropy"  # in updates; "value" for a critic
     recompute: Recompute = field(default_factory=Recompute)
 
