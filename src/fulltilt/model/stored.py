@@ -52,7 +52,7 @@ class StoredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func is torch.Tensor.to:
             dtype = kwargs.get("dtype") or next((each for each in args[1:] if isinstance(each, torch.dtype)), first.dtype)
             return StoredTensor.of(torch.empty(first.shape, dtype=dtype, device="meta"), Rounded(first, dtype))
@@ -194,14 +194,21 @@ class StoredWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
         return self  # a copy of the model reads the same files
 
-    def close(self) -> None:
-        """Let the files go, once everybody has read what they need."""
-        self.tensors.clear()
-
 
 def stored_weights(model: Any) -> StoredWeights | None:
     """Where the parameters of a model, or of the body of a critic or reward model, are to be read from; None: it has them."""
-    return getattr(getattr(model, "body", model), WEIGHTS, None)
+    found: StoredWeights | None = getattr(getattr(model, "body", model), WEIGHTS, None)
+    return found
+
+
+def release(model: Any, *, files: bool = True) -> None:
+    """Forget where the parameters of a model are, which has them now. `files`: let the files go, too, which copies of the model have in
+    common: a file that is open takes its place on the disk even when it is deleted."""
+    body = getattr(model, "body", model)
+    if WEIGHTS in vars(body):
+        if files:
+            getattr(body, WEIGHTS).tensors.clear()
+        delattr(body, WEIGHTS)
 
 
 @contextlib.contextmanager

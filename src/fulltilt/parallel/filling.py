@@ -72,8 +72,8 @@ def take_memory(model: torch.nn.Module, device: torch.device) -> None:
     """Give every parameter without memory, or the shard that this worker has of it, memory on the device."""
     tied: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
-        for leaf, own in module.named_parameters(recurse=False):
-            tied.setdefault(id(own), []).append((module, leaf))
+        for leaf, each in module.named_parameters(recurse=False):
+            tied.setdefault(id(each), []).append((module, leaf))
     if any(map(is_shard, model.parameters())):
         model._apply(lambda own: torch.empty_like(own, device=device) if own.is_meta else own)  # FSDP2 follows its parameters so
         for (module, leaf), *others in tied.values():
@@ -81,8 +81,8 @@ def take_memory(model: torch.nn.Module, device: torch.device) -> None:
                 setattr(other, name, getattr(module, leaf))
         return
     for homes in tied.values():
-        own = homes[0][0]._parameters[homes[0][1]]
-        if own is not None and own.is_meta:
+        own: torch.nn.Parameter = getattr(*homes[0])
+        if own.is_meta:
             made = torch.nn.Parameter(torch.empty_like(own, device=device), requires_grad=own.requires_grad)
             for module, leaf in homes:
                 setattr(module, leaf, made)
