@@ -68,8 +68,9 @@ class StoredWorker:
     """One of four processes, which cuts a model in both ways."""
 
     def __init__(self, rank: int) -> None:
-        everyone = Ranks(rank, 4, dist.group.WORLD)
-        self.pairs, self.across, self.everyone = everyone.line(2), everyone.line(2, 2), everyone
+        pairs, across = ([dist.new_group(each) for each in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        self.pairs = Ranks(rank % 2, 2, pairs[rank // 2], before=rank - rank % 2)
+        self.across = Ranks(rank // 2, 2, across[rank % 2], before=rank % 2, step=2)
 
     def load(self, case: StoredCase, folder: Path, *, stored: bool) -> tuple[Any, ModelPart | None, Shards | None]:
         config = ModelConfig(path=str(folder), dtype=case.dtype)  # type: ignore[arg-type]
