@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,17 @@ class StoredCase:
 
 
 @contextmanager
-def counting() -> Iterator[list[int]]:
-    """Collects the most bytes that torch's allocator had given out inside at any moment, beyond those before."""
+def counting(folder: Path) -> Iterator[list[int]]:
+    """Collects the most bytes that torch's allocator had given out inside at any moment, beyond those before. The profiler counts files of
+    the folder that are mapped into memory, too: they are left out, by their sizes."""
     found: list[int] = []
+    mapped = {file.stat().st_size for file in folder.iterdir()}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield found
-    taken = most = 0
-    for event in profiled.events() or ():
-        if event.name == "[memory]":
-            taken += event.self_cpu_memory_usage
-            most = max(most, taken)
-    found.append(most)
+    results: Any = profiled.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]" and abs(event.nbytes()) not in mapped]
+    taken = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    found.append(max(accumulate(taken), default=0))
 
 
 class StoredWorker:
@@ -96,7 +97,7 @@ class StoredWorker:
     def compare(self, case: StoredCase, folder: Path) -> dict[str, Any]:
         whole, _, _ = self.load(case, folder, stored=False)
         self.load(case, folder, stored=True)  # what torch allocates once is there afterwards
-        with counting() as counted:
+        with counting(folder) as counted:
             found, _, shards = self.load(case, folder, stored=True)
         expected, own = dict(whole.named_parameters()), dict(found.named_parameters())
         buffers = {name: each for name, each in whole.named_buffers()}
