@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
+from fulltilt.model.experts import GROUPED, why_one_by_one
 from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
 from fulltilt.parallel.grid import Grid
@@ -81,7 +82,10 @@ class SharedModels:
         for role, made in self.parts.items():
             held = sum(parameter.nbytes for parameter in made.model.parameters()) if role not in self.shards else None
             what = "each layer" if isinstance(made, TensorSplit) else "experts"
-            yield f"{role}: {what} divided among {made.ranks.size} workers{f', {in_bytes(held)} each' if held else ''}"
+            whole = " with whole experts" if isinstance(made, TensorSplit) and made.whole_experts else ""
+            yield f"{role}: {what} divided among {made.ranks.size} workers{whole}{f', {in_bytes(held)} each' if held else ''}"
+            if reason := why_narrow(made):
+                yield f"{role}: experts run one by one, which is slow: {reason}. Set train.expert_parallel = {made.ranks.size}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
             groups = f", in {sharing.everyone.size // sharing.group.size} groups" if sharing.group.size < sharing.everyone.size else ""
@@ -94,6 +98,17 @@ class SharedModels:
             yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
 
 
+def why_narrow(part: ModelPart) -> str | None:
+    """Why torch does not take the experts of a part in one call, although it would take the whole ones."""
+    for prefix, module in expert_modules(part.model):
+        for leaf, own in module.named_parameters():
+            name = f"{prefix}.{leaf}"
+            if own.ndim == 3 and own.dtype in GROUPED and (reason := why_one_by_one(own)):
+                whole = torch.empty(part.whole[name], dtype=own.dtype, device="meta")
+                return reason if why_one_by_one(whole) is None else None
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class ModelDivider:
     """Divides one role's model after another, each as soon as it is loaded, and before it is fused."""
@@ -101,6 +116,7 @@ class ModelDivider:
     found: SharedModels
     ranks: Ranks  # the members that hold all parts
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
+    whole_experts: tuple[bool, bool] = (False, False)  # whether members have some of the experts each: that learn, and that an engine reads
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
@@ -109,14 +125,17 @@ class ModelDivider:
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
-                found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
+                found.twin = RolloutCopy(copied, self._split(copied, self.rollout, 1) if self.rollout.size > 1 else None)
             if self.ranks.size > 1:
                 found.undivided = without_memory(model)
         if self.ranks.size > 1:
-            found.parts[role] = split(model, self.ranks)
+            found.parts[role] = self._split(model, self.ranks, 0)
         if copied is not None:
             part_memory(copied, model)
         return copied
+
+    def _split(self, model: torch.nn.Module, ranks: Ranks, place: int) -> TensorSplit:
+        return split(model, ranks, whole_experts=self.whole_experts[place] and any(True for _ in expert_modules(model)))
 
 
 @dataclass(frozen=True, eq=False)
