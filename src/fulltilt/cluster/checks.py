@@ -344,7 +344,7 @@ def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> 
         return
     if size != tensor:
         legal = either(["1", str(tensor)][: 1 + (tensor > 1)])
-        yield f"{key}: {size}, but {many(tensor, 'worker')} sample together (rollout.tensor_parallel): {EXPERTS_OF_GROUP}. Use {legal}"
+        yield f"{key}: {size}, but rollout.tensor_parallel is {tensor}: {EXPERTS_OF_GROUP}. Use {legal}"
         return
     for _, shape, _ in list(shapes_of_roles(config, algorithm, device))[:1]:
         if (reason := why_not_experts(shape, size)) is not None:
