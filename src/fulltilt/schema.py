@@ -481,7 +481,7 @@ class RolloutConfig(Section):
     """Of the workers that sample together (`tensor_parallel`), how many divide the experts of every layer among themselves: all of them, so
     that each has some experts whole, or 1: each has a part of every expert. It divides the number of experts. Another cut than that of the
     actor (`train.expert_parallel` with `train.tensor_parallel`) takes a copy of it. `auto`: as the actor, where equally many workers divide
-    its layers; otherwise all of them where they divide the number of experts, since wider products are faster."""
+    its layers; otherwise all of them where they divide the number of experts, which keeps products wide."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
     `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""

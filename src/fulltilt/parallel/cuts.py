@@ -181,7 +181,7 @@ def whole_experts_in_rollouts(given: int | Literal["auto"], rollout: int, tensor
 
     `given`: the setting for it. `tensor`, `experts`: among how many members of a tensor-parallel group each layer that learns is divided,
     and its experts are. `auto`: as these have them where both groups have equally many members, since the engine then reads what learns;
-    otherwise wherever the number of experts allows it, because wider products are faster.
+    otherwise wherever the number of experts allows it, which keeps products wide.
     """
     if rollout == 1 or not expert_counts(shape):
         return False
