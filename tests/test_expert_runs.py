@@ -247,7 +247,7 @@ REFUSED = {
 def with_three_experts(model: Path, folder: Path) -> Path:
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_experts": 3}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 3}))
     return folder
 
 

@@ -490,7 +490,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
     tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
     other = config.rollout.tensor_parallel not in ("auto", tensor)
     other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
-    of_copy = (shares_parameters(config) or experts > 1 == tensor or other) and "rollout" in algorithm.needs
+    of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():
