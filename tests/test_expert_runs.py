@@ -141,13 +141,20 @@ def test_an_engine_reads_what_learns_where_both_are_divided_alike(
         assert parts.crew.most_experts() == experts
 
 
-@pytest.mark.parametrize(("way", "said"), [(("train.tensor_parallel=2",), True), (("train.tensor_parallel=2", TWO), False)])
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        (("train.tensor_parallel=2",), True),
+        pytest.param(("train.tensor_parallel=2", TWO), False, marks=pytest.mark.matrix),
+        pytest.param(("train.tensor_parallel=2", "train.shard=full"), True, marks=pytest.mark.matrix),
+    ],
+)
 def test_experts_that_become_too_narrow_for_grouped_products_are_noted(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, way: tuple[str, ...], said: bool
 ) -> None:
     """They are 24 numbers wide: two members have 24 bytes of bfloat16 each, and rows must be a multiple of 16."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen3-moe"), runs.SFT)
-    with pool_of_devices.assembled(folder, 2, "model.dtype=bfloat16", *way) as parts:
+    with pool_of_devices.assembled(folder, 4 if "train.shard=full" in way else 2, "model.dtype=bfloat16", *way) as parts:
         found = [note for note in parts.notes if "experts run one by one" in note]
     assert bool(found) == said and all(note.endswith("Set train.expert_parallel = 2") for note in found)
 

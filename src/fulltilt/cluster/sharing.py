@@ -9,16 +9,17 @@ shared out, nothing is done and nothing is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.model.experts import GROUPED, why_one_by_one
+from fulltilt.model.experts import why_one_by_one
 from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
 from fulltilt.parallel.grid import Grid
@@ -84,7 +85,7 @@ class SharedModels:
             what = "each layer" if isinstance(made, TensorSplit) else "experts"
             whole = " with whole experts" if isinstance(made, TensorSplit) and made.whole_experts else ""
             yield f"{role}: {what} divided among {made.ranks.size} workers{whole}{f', {in_bytes(held)} each' if held else ''}"
-            if reason := why_narrow(made):
+            if reason := why_narrow(made, self.shards[role].types if role in self.shards else {}):
                 yield f"{role}: experts run one by one, which is slow: {reason}. Set train.expert_parallel = {made.ranks.size}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
@@ -94,18 +95,23 @@ class SharedModels:
             held = sum(tensor.nbytes for tensor in self.twin.memory())
             whole = "the whole actor" if self.copied or not isinstance(self.parts.get("actor"), TensorSplit) else "its part of the actor"
             if isinstance(self.twin, RolloutCopy) and self.twin.target:
-                whole = f"one of {self.twin.target.ranks.size} parts of the actor"
+                whole, reason = f"one of {self.twin.target.ranks.size} parts of the actor", why_narrow(self.twin.target)
+                if reason:
+                    size = self.twin.target.ranks.size
+                    yield f"rollout: experts run one by one, which is slow: {reason}. Set rollout.expert_parallel = {size}"
             yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
 
 
-def why_narrow(part: ModelPart) -> str | None:
-    """Why torch does not take the experts of a part in one call, although it would take the whole ones."""
+def why_narrow(part: ModelPart, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> str | None:
+    """Why torch does not take the experts of a part in one call, although it would take the whole ones. `types`: those that are computed
+    with, where parameters have others."""
     for prefix, module in expert_modules(part.model):
-        for leaf, own in module.named_parameters():
+        for leaf, parameter in module.named_parameters():
             name = f"{prefix}.{leaf}"
-            if own.ndim == 3 and own.dtype in GROUPED and (reason := why_one_by_one(own)):
-                whole = torch.empty(part.whole[name], dtype=own.dtype, device="meta")
-                return reason if why_one_by_one(whole) is None else None
+            dtype = types.get(name, parameter.dtype)
+            whole, own = (torch.empty(shapes[name], dtype=dtype, device="meta") for shapes in (part.whole, part.shapes))
+            if whole.ndim == 3 and why_one_by_one(whole) is None and (reason := why_one_by_one(own)):
+                return reason
     return None
 
 

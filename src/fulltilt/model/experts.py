@@ -194,13 +194,11 @@ def has_interface(module: torch.nn.Module) -> bool:
 def used_by_a_token(parameter: torch.Tensor, config: Any) -> int:
     """How many numbers of a parameter one token is multiplied with: with stacked experts, those of the token's experts only."""
     text = config.get_text_config()
-    active, experts = (
-        getattr(text, "num_experts_per_tok", None),
-        getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None),
-    )
+    active = getattr(text, "num_experts_per_tok", None)
     if parameter.ndim < 3 or not active:
         return parameter.numel()
-    return parameter.numel() * active // (experts or len(parameter))  # a worker may have some of the experts: then it is the average
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or len(parameter)
+    return parameter.numel() * active // experts  # on average, where a worker has some of the experts
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
