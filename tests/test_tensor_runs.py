@@ -147,11 +147,13 @@ RESUMED = {
     "full": ["two of four", "two of four, full", "four of four"],
 }
 
+SAVED_LONG = {("ppo", "two of four"), ("lora", "two of four, full"), ("bfloat16", "full")}
+
 
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, id=f"{case}, {layout}", marks=[] if (case, layout) == ("ppo", "two of four") else [pytest.mark.long])
+        pytest.param(case, layout, id=f"{case}, {layout}", marks=pytest.mark.long if (case, layout) in SAVED_LONG else pytest.mark.matrix)
         for case in ("ppo", "lora", "bfloat16")
         for layout in RESUMED
     ],
