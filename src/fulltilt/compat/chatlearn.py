@@ -10,7 +10,24 @@ from typing import Any
 
 from fulltilt.compat import verl_rules as rules
 from fulltilt.compat.translate import (
-    Ask, Conversion, Outcome, Row, Table, a_number, nothing, number, off, only, refused, same_as, sets, switch, to, truth, whole, written,
+    Ask,
+    Conversion,
+    Outcome,
+    Row,
+    Table,
+    a_number,
+    nothing,
+    number,
+    off,
+    only,
+    refused,
+    same_as,
+    sets,
+    switch,
+    to,
+    truth,
+    whole,
+    written,
 )  # fmt: skip
 
 RUN, POLICY, TRAINER, REF, REWARD = "runtime_args", "models.policy", "models.policy_trainer", "models.ref_policy", "models.reward"
@@ -145,9 +162,20 @@ def objective(ask: Ask) -> Outcome:
     return sets({"algorithm.name": "gspo" if truth(ask.value) else "grpo"})
 
 
+def wanted_loggers(ask: Ask) -> list[str]:
+    return [each for each in ("tensorboard", "wandb") if truth(ask.read(f"{RUN}.log_args_dict.enable_{each}") or False)]
+
+
+def for_loggers(ours: str) -> Conversion:
+    def become(ask: Ask) -> Outcome:
+        return sets({ours: ask.value}) if wanted_loggers(ask) else Outcome("means nothing", "no logger is on, which would show it")
+
+    return become
+
+
 def logger(name: str) -> Conversion:
     def become(ask: Ask) -> Outcome:
-        wanted = [each for each in ("tensorboard", "wandb") if truth(ask.read(f"{RUN}.log_args_dict.enable_{each}") or False)]
+        wanted = wanted_loggers(ask)
         return sets({"log.to": wanted}) if truth(ask.value) else Outcome("means nothing", f"{name} is off")
 
     return become
@@ -211,7 +239,7 @@ CHATLEARN = Table(
         Row(f"{RUN}.data_path", data("data.train")),
         Row(f"{RUN}.eval_data_path", data("data.val")),
         Row(f"{RUN}.output_dir", folder),
-        Row(f"{RUN}.exp_name", to("log.name"), default="CHATLEARN"),
+        Row(f"{RUN}.exp_name", for_loggers("log.name"), default="CHATLEARN"),
         Row(f"{RUN}.data_shuffle", switch("data.shuffle"), default=True),
         Row(f"{RUN}.train_backend", backend),
         Row(f"{RUN}.rollout_backend", engine),
@@ -235,7 +263,7 @@ CHATLEARN = Table(
         ),
         Row(f"{RUN}.log_args_dict.enable_wandb", logger("wandb")),
         Row(f"{RUN}.log_args_dict.enable_tensorboard", logger("tensorboard")),
-        Row(f"{RUN}.log_args_dict.wandb_project", to("log.project")),
+        Row(f"{RUN}.log_args_dict.wandb_project", for_loggers("log.project")),
         Row(f"{RUN}.log_args_dict.wandb_name", same_as(f"{RUN}.exp_name", what="a run has one name")),
         Row(f"{RUN}.log_args_dict.*", nothing("metrics are always written to the run's folder")),
         Row(f"{RUN}.use_rollout_manager {RUN}.use_partial_rollout {RUN}.partial_rollout", off("partial rollouts are not built")),
@@ -271,16 +299,30 @@ CHATLEARN = Table(
         ),
         Row(f"{POLICY}.enforce_eager", rules.eager),
         Row(f"{POLICY}.free_gpu_memory.offload_weights {POLICY}.offload_weights", switch("rollout.release_memory")),
-        Row(f"{POLICY}.free_gpu_memory.{{free_grad_buffers,offload_optimizer_states}}", nothing("an engine has neither gradients nor optimizer")),
+        Row(
+            f"{POLICY}.free_gpu_memory.{{free_grad_buffers,offload_optimizer_states}}",
+            nothing("an engine has neither gradients nor optimizer"),
+        ),
         Row(
             f"{POLICY}.{{vllm_prompt_key,vllm_input_ids_key,max_seq_len_to_capture,enable_stage_resume,tokenizer,is_sync_mode,max_prompt_tokens_length}}",
             nothing("an argument of an engine that the native one takes the place of"),
         ),
         Row(f"{TRAINER}.num_gpu", gpus),
         Row(f"{{{POLICY},{REF}}}.num_gpu", same_as(f"{TRAINER}.num_gpu", what="all roles share the run's GPUs")),
-        Row(f"{REWARD}.num_gpu", only(0, None, nothing="rewards run on the CPU", refused="a reward model is reward.function = \"reward_model\" in the run file (--write)")),
+        Row(
+            f"{REWARD}.num_gpu",
+            only(
+                0,
+                None,
+                nothing="rewards run on the CPU",
+                refused='a reward model is reward.function = "reward_model" in the run file (--write)',
+            ),
+        ),
         Row(f"{REWARD}.num_cpu", to("reward.workers", values={0: 1})),
-        Row(f"{{{POLICY},{TRAINER},{REF}}}.num_cpu {MODELS}.{{gpu_per_process,cpu_per_process,num_replica,replica_dp_size,trainable,sync_frequency}}", nothing(PLACES)),
+        Row(
+            f"{{{POLICY},{TRAINER},{REF}}}.num_cpu {MODELS}.{{gpu_per_process,cpu_per_process,num_replica,replica_dp_size,trainable,sync_frequency}}",
+            nothing(PLACES),
+        ),
         Row(f"{REWARD}.generation_batch_size", nothing("samples are scored one by one, as they are finished")),
         Row(f"{REWARD}.{{load,packing,max_token_in_packing}}", nothing("the reward is a rule")),
         Row(f"{TRAINER}.packing", packing),
@@ -294,15 +336,24 @@ CHATLEARN = Table(
         Row(f"{TRAINER}.{{free_gpu_memory.offload_optimizer_states,offload_optimizer_states}}", switch("train.offload_optimizer")),
         Row(f"{TRAINER}.{{free_gpu_memory.free_grad_buffers,free_grad_buffers}}", switch("train.offload_grads")),
         Row(f"{REF}.{{free_gpu_memory.offload_weights,offload_weights}}", switch("ref.offload_params")),
-        Row(f"{{{REF},{REWARD}}}.free_gpu_memory.* {{{REF},{POLICY},{REWARD}}}.{{free_grad_buffers,offload_optimizer_states}}", nothing("this role has neither gradients nor optimizer")),
+        Row(
+            f"{{{REF},{REWARD}}}.free_gpu_memory.* {{{REF},{POLICY},{REWARD}}}.{{free_grad_buffers,offload_optimizer_states}}",
+            nothing("this role has neither gradients nor optimizer"),
+        ),
         Row(f"{TRAINED}.{{fsdp_size,zero_size}}", shard_size),
         Row(f"{TRAINER}.{{ulysses_sequence_parallel_size,sp_size}}", to("train.sequence_parallel")),
         Row(f"{REF}.{{ulysses_sequence_parallel_size,sp_size}}", to("ref.sequence_parallel")),
         *(Row(f"{TRAINER}.{name}", become) for name, become in LAYOUT.items()),
-        *(Row(f"{REF}.{name}", same_as(f"{TRAINER}.{name}", what="all roles have the actor's layout", performance=True)) for name in LAYOUT),
+        *(
+            Row(f"{REF}.{name}", same_as(f"{TRAINER}.{name}", what="all roles have the actor's layout", performance=True))
+            for name in LAYOUT
+        ),
         Row(f"{TRAINER}.gradient_checkpointing", recompute),
         Row(f"{TRAINER}.recompute_granularity", to("train.recompute")),
-        Row(f"{TRAINER}.{{meta_init,use_expandable_segments,save_hf}} {REF}.{{meta_init,use_expandable_segments,save_hf}}", nothing("models load shard by shard, and a checkpoint holds the model as Hugging Face has it")),
+        Row(
+            f"{TRAINER}.{{meta_init,use_expandable_segments,save_hf}} {REF}.{{meta_init,use_expandable_segments,save_hf}}",
+            nothing("models load shard by shard, and a checkpoint holds the model as Hugging Face has it"),
+        ),
         Row(f"{TRAINED}.groupgemm", nothing("experts always run grouped")),
         Row(f"{TRAINER}.optimizer.lr {TRAINER}.learning_rate", number("train.lr"), default=2e-6),
         Row(f"{TRAINER}.optimizer.min_lr", decay),
@@ -326,10 +377,15 @@ CHATLEARN = Table(
             "use_checkpoint_opt_param_scheduler,no_load_optim,no_load_rng,no_load_scheduler,finetune,calculate_per_token_loss,"
             "gradient_accumulation_fusion,async_tensor_model_parallel_allreduce,overlap_p2p_comm,batch_p2p_comm,"
             "deallocate_pipeline_outputs,attention_softmax_in_fp32,use_legacy_models,moe_router_dtype}",
-            nothing("one of Megatron's arguments: tokenizer and weights come from the Hugging Face folder, and there are no pipeline stages"),
+            nothing(
+                "one of Megatron's arguments: tokenizer and weights come from the Hugging Face folder, and there are no pipeline stages"
+            ),
         ),
-        Row("models.{agent,rollout_manager,value,ref_value,reward_model,partial_rollout_manager}.*", refused("this model is not built: GRPO has policy, policy_trainer, ref_policy and reward")),
+        Row(
+            "models.{agent,rollout_manager,value,ref_value,reward_model,partial_rollout_manager}.*",
+            refused("this model is not built: GRPO has policy, policy_trainer, ref_policy and reward"),
+        ),
         Row("hydra.*", nothing("Hydra's own settings")),
     ),
     always={"algorithm.importance_cap": 0.0, "reward.function": "math", "algorithm.aggregation": "token-mean"},
-)  # fmt: skip
+)

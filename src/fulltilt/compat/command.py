@@ -25,6 +25,7 @@ from fulltilt.schema import toml_value
 from fulltilt.words import either, many, printable, shortened
 
 LINE = 116
+OURS = ("--dry-run", "--write", "--retune", "--gpu-memory", "--set", "--json", "--quiet")
 MEGATRON: Mapping[str, Any] = {f"{ACTOR}.strategy": "megatron"}
 DAPO: Mapping[str, Any] = {MANAGERS[0]: "dapo"}
 
@@ -75,10 +76,8 @@ def from_verl(
     """The run that verl's arguments ask for, or a script that starts verl with them."""
     if not arguments:
         raise UserError("nothing to translate. Give the arguments of `python3 -m verl.trainer.main_ppo`, or a script that has them")
-    if arguments[0].endswith(".sh"):
-        launch = _script(Path(arguments[0]), arguments[1:], environment)
-    else:
-        launch = _command(list(arguments))
+    is_script = arguments[0].endswith(".sh")
+    launch = _script(Path(arguments[0]), arguments[1:], environment) if is_script else _command(list(arguments))
     program = FILES.get(launch.program.rpartition("/")[2], launch.program)
     if program not in PROGRAMS:
         known = ", ".join(name for name in PROGRAMS if "src" not in name)
@@ -131,6 +130,8 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
             if not equals and not words:
                 raise UserError(f"{option}: its value is missing")
             options[known[option]] = value if equals else words.pop(0)
+        elif option in OURS:
+            raise UserError(f"{option}: an option of fulltilt's stands before the other command. Write fulltilt verl {word} ...")
         elif word.startswith("--"):
             raise UserError(f"{word}: no option of Hydra's that is known here. Known are {', '.join(known)}")
         else:

@@ -84,8 +84,8 @@ def tokens(text: str) -> Iterator[Word]:
         elif character == "\n":
             yield Word("\n", line)
             place, line, start = place + 1, line + 1, True
-            for end in documents:
-                stop = re.compile(rf"^\s*{re.escape(end)}\s*$", re.MULTILINE).search(text, place)
+            for mark in documents:
+                stop = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, place)
                 after = len(text) if stop is None else stop.end()
                 line += text.count("\n", place, after)
                 place = after
@@ -93,14 +93,15 @@ def tokens(text: str) -> Iterator[Word]:
         elif character in " \t\r":
             place, start = place + 1, True
         elif character == "#" and start:
-            place = (text.find("\n", place) + len(text) + 1) % (len(text) + 1) if text.find("\n", place) >= 0 else len(text)
+            line_end = text.find("\n", place)
+            place = len(text) if line_end < 0 else line_end
         elif found := re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+\b|-)?|;;&?|&&|\|\||[;&|()]").match(text, place):
             if text.startswith("<(", place) or text.startswith(">(", place):
                 raise wrong(line, "a process substitution is not read. Write the value out")
             operator_text = found[0]
             if "<<" in operator_text and "<<<" not in operator_text:
-                end = re.compile(r"\s*(['\"]?)([\w-]+)\1").match(text, found.end())
-                documents += [end[2]] if end else []
+                named = re.compile(r"\s*(['\"]?)([\w-]+)\1").match(text, found.end())
+                documents += [named[2]] if named else []
             yield Word(operator_text, line)
             place, start = found.end(), True
         else:

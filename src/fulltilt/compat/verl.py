@@ -1,7 +1,7 @@
 """verl's PPO trainer, `python3 -m verl.trainer.main_ppo`, key by key: versions 0.4 to 0.9, both worker stacks, FSDP and Megatron.
 
-To answer another key, add a row. `default`: verl's, for keys that are part of the algorithm. Rows that set the same key of ours stand in the
-order in which they count. Keys that verl moved or renamed stand in one row with those that took their place.
+To answer another key, add a row. `default`: verl's, for keys that are part of the algorithm. Rows that set the same key of ours stand in
+the order in which they count. Keys that verl moved or renamed stand in one row with those that took their place.
 """
 
 from __future__ import annotations
@@ -176,34 +176,67 @@ OPTIMIZER: tuple[Row, ...] = (
     Row(f"{CRITIC}.optim.betas", same_as(f"{ACTOR}.optim.betas", what="actor and critic have the same betas")),
     Row(f"{ACTOR}.grad_clip", number("train.clip_grad"), default=1.0),
     Row(f"{ACTOR}.optim.clip_grad", number("train.clip_grad")),
-    Row(f"{CRITIC}.{{grad_clip,optim.clip_grad}}", same_as(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad", what="actor and critic are clipped alike")),
+    Row(
+        f"{CRITIC}.{{grad_clip,optim.clip_grad}}",
+        same_as(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad", what="actor and critic are clipped alike"),
+    ),
     Row(f"{ACTOR}.optim.lr_warmup_steps", rules.warmup_steps),
     Row(f"{ACTOR}.optim.lr_warmup_steps_ratio", rules.warmup_ratio(f"{ACTOR}.optim"), default=0.0),
     Row(f"{CRITIC}.optim.lr_warmup_steps", same_as(f"{ACTOR}.optim.lr_warmup_steps", what="the critic's schedule is the actor's")),
-    Row(f"{CRITIC}.optim.lr_warmup_steps_ratio", same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio", what="the critic's schedule is the actor's")),
+    Row(
+        f"{CRITIC}.optim.lr_warmup_steps_ratio",
+        same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio", what="the critic's schedule is the actor's"),
+    ),
     Row(f"{ACTOR}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}", rules.schedule),
     Row(
         f"{CRITIC}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}",
-        same_as(*(f"{ACTOR}.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")), what="the critic's schedule is the actor's"),
+        same_as(
+            *(f"{ACTOR}.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
+            what="the critic's schedule is the actor's",
+        ),
     ),
     Row(f"{ACTOR}.optim.min_lr_ratio", number("train.min_lr_ratio")),
     Row(f"{ACTOR}.optim.min_lr", rules.least_rate),
     Row(f"{CRITIC}.optim.min_lr_ratio", same_as(f"{ACTOR}.optim.min_lr_ratio", what="the critic's schedule is the actor's")),
-    Row(f"{CRITIC}.optim.min_lr", only(0, 0.0, None, nothing="the critic's schedule is the actor's", refused="the critic's schedule is the actor's")),
+    Row(
+        f"{CRITIC}.optim.min_lr",
+        only(0, 0.0, None, nothing="the critic's schedule is the actor's", refused="the critic's schedule is the actor's"),
+    ),
     Row(f"{OPTIM}.num_cycles", only(0.5, None, nothing="half a cosine, as here", refused="the cosine falls once, to its end. Use 0.5")),
     Row(f"{OPTIM}.optimizer", rules.optimizer),
     Row(f"{OPTIM}.optimizer_impl", rules.optimizer_package),
     Row(f"{OPTIM}.total_training_steps", nothing("verl fills it in itself: trainer.total_training_steps counts")),
-    Row(f"{OPTIM}.lr_warmup_init", only(0, 0.0, nothing="the learning rate rises from 0", refused="the learning rate rises from 0. Remove it")),
+    Row(
+        f"{OPTIM}.lr_warmup_init",
+        only(0, 0.0, nothing="the learning rate rises from 0", refused="the learning rate rises from 0. Remove it"),
+    ),
     Row(f"{OPTIM}.{{lr_decay_steps,lr_wsd_decay_steps}}", off("the learning rate falls until the run's last step")),
     Row(f"{OPTIM}.{{lr_wsd_decay_style,lr_wsd_stable_steps_ratio,zero_indexed_step}}", nothing("for the schedule wsd, which is not built")),
-    Row(f"{OPTIM}.weight_decay_incr_style", only("constant", None, nothing="constant, as here", refused="the weight decay is constant here")),
+    Row(
+        f"{OPTIM}.weight_decay_incr_style", only("constant", None, nothing="constant, as here", refused="the weight decay is constant here")
+    ),
     Row(f"{OPTIM}.use_checkpoint_opt_param_scheduler", nothing("a resumed run goes on with its own schedule")),
-    Row(f"{OPTIM}.{{muon_*,use_layer_wise_distributed_optimizer}}".replace("muon_*", ",".join(
-        f"muon_{name}" for name in (
-            "momentum", "nesterov", "split_qkv", "scale_mode", "coefficient_type", "num_ns_steps", "tp_mode", "fp32_matmul_prec",
-            "extra_scale_factor", "scalar_optimizer",
-        ))), nothing("for Muon, which is not built")),
+    Row(
+        f"{OPTIM}.{{muon_*,use_layer_wise_distributed_optimizer}}".replace(
+            "muon_*",
+            ",".join(
+                f"muon_{name}"
+                for name in (
+                    "momentum",
+                    "nesterov",
+                    "split_qkv",
+                    "scale_mode",
+                    "coefficient_type",
+                    "num_ns_steps",
+                    "tp_mode",
+                    "fp32_matmul_prec",
+                    "extra_scale_factor",
+                    "scalar_optimizer",
+                )
+            ),
+        ),
+        nothing("for Muon, which is not built"),
+    ),
     Row(
         f"{ACTOR}.optim.override_optimizer_config.{{optimizer_cpu_offload,optimizer_offload_fraction}}",
         lambda ask: rules.sets({"train.offload_optimizer": bool(ask.value)}, "master weights and moments on the host"),
@@ -218,7 +251,7 @@ OPTIMIZER: tuple[Row, ...] = (
     ),
     Row(f"{OPTIM}.override_optimizer_config.eps", number("train.eps")),
     Row(f"{OPTIM}.override_optimizer_config {OPTIM}.override_optimizer_config.*", off("AdamW has no further settings here")),
-)  # fmt: skip
+)
 
 
 _ACTOR_MICRO = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size")
@@ -284,14 +317,25 @@ _MODEL_TYPE = only(
 TRAINING: tuple[Row, ...] = (
     Row(f"{ACTOR}.fsdp_config.fsdp_size", rules.shard_size),
     Row(f"{ACTOR}.strategy {ACTOR}.fsdp_config.strategy", rules.sharding),
-    Row(f"{{{REF},{CRITIC},{REWARD_MODEL}}}.strategy {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.strategy",
-        nothing("all roles are shared out as the actor is (train.shard)")),
-    Row(f"{{{REF},{CRITIC}.model,{CRITIC},{REWARD_MODEL}.model}}.fsdp_config.fsdp_size", nothing("all roles are shared out as the actor is (train.shard)")),
+    Row(
+        f"{{{REF},{CRITIC},{REWARD_MODEL}}}.strategy {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.strategy",
+        nothing("all roles are shared out as the actor is (train.shard)"),
+    ),
+    Row(
+        f"{{{REF},{CRITIC}.model,{CRITIC},{REWARD_MODEL}.model}}.fsdp_config.fsdp_size",
+        nothing("all roles are shared out as the actor is (train.shard)"),
+    ),
     Row(
         "model_engine",
-        rules.group_of({
-            "dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan", "automodel": "AutoModel",
-        }),
+        rules.group_of(
+            {
+                "dp": "FSDP",
+                "megatron": "Megatron",
+                "veomni": "VeOmni",
+                "torchtitan": "TorchTitan",
+                "automodel": "AutoModel",
+            }
+        ),
         note="there is one trainer here; what it shares out is train.shard",
     ),
     Row(f"{ACTOR}.fsdp_config.reshard_after_forward", switch("train.reshard_after_forward")),
@@ -301,55 +345,112 @@ TRAINING: tuple[Row, ...] = (
         nothing("all roles gather parameters as the actor does (train.reshard_after_forward, train.forward_prefetch)"),
     ),
     Row(f"{ACTOR}.fsdp_config.param_offload {ACTOR}.megatron.param_offload", switch("train.offload_params")),
-    Row(f"{ACTOR}.fsdp_config.offload_policy", switch("train.offload_params"),
-        note="verl streams each layer from the host in every pass; here a role's parameters come once for each of its phases"),
+    Row(
+        f"{ACTOR}.fsdp_config.offload_policy",
+        switch("train.offload_params"),
+        note="verl streams each layer from the host in every pass; here a role's parameters come once for each of its phases",
+    ),
     Row(f"{ACTOR}.fsdp_config.optimizer_offload {ACTOR}.megatron.optimizer_offload", switch("train.offload_optimizer")),
-    Row(f"{ACTOR}.megatron.grad_offload {ACTOR}.fsdp_config.grad_offload", switch("train.offload_grads"),
-        note="verl reads it nowhere; here it frees the memory of gradients between updates"),
-    Row(f"{REF}.fsdp_config.param_offload {REF}.megatron.param_offload", switch("ref.offload_params"),
-        note="under FSDP verl keeps the reference model on the host whatever this says; here it is obeyed"),
-    Row(f"{REF}.{{fsdp_config,megatron}}.{{optimizer_offload,grad_offload,offload_policy}}", nothing("the reference role has no optimizer and no gradients")),
+    Row(
+        f"{ACTOR}.megatron.grad_offload {ACTOR}.fsdp_config.grad_offload",
+        switch("train.offload_grads"),
+        note="verl reads it nowhere; here it frees the memory of gradients between updates",
+    ),
+    Row(
+        f"{REF}.fsdp_config.param_offload {REF}.megatron.param_offload",
+        switch("ref.offload_params"),
+        note="under FSDP verl keeps the reference model on the host whatever this says; here it is obeyed",
+    ),
+    Row(
+        f"{REF}.{{fsdp_config,megatron}}.{{optimizer_offload,grad_offload,offload_policy}}",
+        nothing("the reference role has no optimizer and no gradients"),
+    ),
     Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.param_offload", switch("critic.offload_params")),
     Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.optimizer_offload", switch("critic.offload_optimizer")),
     Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.offload_policy", switch("critic.offload_params")),
-    Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.grad_offload", nothing("train.offload_grads is for actor and critic; verl reads it nowhere")),
+    Row(
+        f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.grad_offload",
+        nothing("train.offload_grads is for actor and critic; verl reads it nowhere"),
+    ),
     Row(f"{REWARD_MODEL}.model.fsdp_config.param_offload {REWARD_MODEL}.megatron.param_offload", switch("reward_model.offload_params")),
-    Row(f"{REWARD_MODEL}.{{model.fsdp_config,megatron}}.{{optimizer_offload,grad_offload,offload_policy}}", nothing("the reward model has no optimizer and no gradients")),
+    Row(
+        f"{REWARD_MODEL}.{{model.fsdp_config,megatron}}.{{optimizer_offload,grad_offload,offload_policy}}",
+        nothing("the reward model has no optimizer and no gradients"),
+    ),
     Row(f"{ENGINES}.offload.*", off("set param_offload, grad_offload or optimizer_offload instead", performance=True)),
-    Row(f"{SHARED}.{{wrap_policy.*,wrap_policy,use_orig_params,use_no_sync_for_gradient_accumulation}}", nothing("each layer is one unit of what is shared out")),
-    Row(f"{SHARED}.{{model_dtype,mixed_precision,mixed_precision.*}}", nothing("shared parameters are float32 here, and compute in model.dtype")),
-    Row(f"{{{SHARED[1:-1]},{ENGINES[1:-1]}}}.dtype", only("bfloat16", "bf16", None, nothing="bfloat16 on CUDA, as here", refused="float16 is not built. Use bfloat16")),
+    Row(
+        f"{SHARED}.{{wrap_policy.*,wrap_policy,use_orig_params,use_no_sync_for_gradient_accumulation}}",
+        nothing("each layer is one unit of what is shared out"),
+    ),
+    Row(
+        f"{SHARED}.{{model_dtype,mixed_precision,mixed_precision.*}}",
+        nothing("shared parameters are float32 here, and compute in model.dtype"),
+    ),
+    Row(
+        f"{{{SHARED[1:-1]},{ENGINES[1:-1]}}}.dtype",
+        only("bfloat16", "bf16", None, nothing="bfloat16 on CUDA, as here", refused="float16 is not built. Use bfloat16"),
+    ),
     Row(f"{SHARED}.{{pad_to_length,pad_to_length_bucket}}", nothing(NO_PADDING)),
     Row(f"{SHARED}.full_determinism", switch("run.deterministic")),
     Row(f"{SHARED}.{{seed,forward_only,qat.*,turbo_config.*}}", nothing("there is nothing of this kind here: run.seed is the seed")),
-    Row(f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.fsdp_config.ulysses_sequence_parallel_size training.ulysses_degree ulysses_degree", to("train.sequence_parallel"),
-        note="in verl it does nothing for models that it does not patch; here a size that cannot be is refused"),
+    Row(
+        f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.fsdp_config.ulysses_sequence_parallel_size training.ulysses_degree ulysses_degree",
+        to("train.sequence_parallel"),
+        note="in verl it does nothing for models that it does not patch; here a size that cannot be is refused",
+    ),
     Row(f"{REF}.ulysses_sequence_parallel_size {REF}.fsdp_config.ulysses_sequence_parallel_size", to("ref.sequence_parallel")),
-    Row(f"{CRITIC}.ulysses_sequence_parallel_size {{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.ulysses_sequence_parallel_size", to("critic.sequence_parallel")),
-    Row(f"{REWARD_MODEL}.ulysses_sequence_parallel_size {REWARD_MODEL}.model.fsdp_config.ulysses_sequence_parallel_size", to("reward_model.sequence_parallel")),
+    Row(
+        f"{CRITIC}.ulysses_sequence_parallel_size {{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.ulysses_sequence_parallel_size",
+        to("critic.sequence_parallel"),
+    ),
+    Row(
+        f"{REWARD_MODEL}.ulysses_sequence_parallel_size {REWARD_MODEL}.model.fsdp_config.ulysses_sequence_parallel_size",
+        to("reward_model.sequence_parallel"),
+    ),
     Row("training.sequence_parallel", nothing("one guide's switch; its size is ulysses_degree")),
-    Row(f"{ACTOR}.{_ENTROPY} {ACTOR}.fsdp_config.{_ENTROPY} {ACTOR}.megatron.{_ENTROPY}",
-        rules.chunked_entropy("train.entropy_chunk", f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size")),
-    Row(f"{REF}.{_ENTROPY} {REF}.fsdp_config.{_ENTROPY} {REF}.megatron.{_ENTROPY}",
-        rules.chunked_entropy("ref.entropy_chunk", f"{REF}.fsdp_config.entropy_from_logits_chunk_size")),
-    Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}.{_ENTROPY}", nothing("a critic has no entropy")),
+    Row(
+        f"{ACTOR}.{_ENTROPY} {ACTOR}.fsdp_config.{_ENTROPY} {ACTOR}.megatron.{_ENTROPY}",
+        rules.chunked_entropy("train.entropy_chunk", f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size"),
+    ),
+    Row(
+        f"{REF}.{_ENTROPY} {REF}.fsdp_config.{_ENTROPY} {REF}.megatron.{_ENTROPY}",
+        rules.chunked_entropy("ref.entropy_chunk", f"{REF}.fsdp_config.entropy_from_logits_chunk_size"),
+    ),
+    Row(
+        f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}.{_ENTROPY}",
+        nothing("a critic has no entropy"),
+    ),
     Row(f"{{{SHARED[1:-1]},{ENGINES[1:-1]}}}.entropy_from_logits_chunk_size", nothing(f"read with {_ENTROPY}, as its number of tokens")),
     Row(f"{ACTOR}.entropy_checkpointing {ACTOR}.fsdp_config.entropy_checkpointing", switch("train.entropy_recompute")),
-    Row(f"{REF}.entropy_checkpointing {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.entropy_checkpointing", nothing("only the actor's entropy has a gradient")),
-    Row(f"{ACTOR}.use_torch_compile {ACTOR}.fsdp_config.use_torch_compile", switch("train.compile"), note="verl compiles only the entropy; train.compile compiles the layers"),
-    Row(f"{REF}.use_torch_compile {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.use_torch_compile", nothing("train.compile is for all roles")),
-    Row(f"{ACTOR}.use_remove_padding {REF}.use_remove_padding", nothing("verl fills it in from actor_rollout_ref.model.use_remove_padding")),
+    Row(
+        f"{REF}.entropy_checkpointing {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.entropy_checkpointing",
+        nothing("only the actor's entropy has a gradient"),
+    ),
+    Row(
+        f"{ACTOR}.use_torch_compile {ACTOR}.fsdp_config.use_torch_compile",
+        switch("train.compile"),
+        note="verl compiles only the entropy; train.compile compiles the layers",
+    ),
+    Row(
+        f"{REF}.use_torch_compile {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.use_torch_compile",
+        nothing("train.compile is for all roles"),
+    ),
+    Row(
+        f"{ACTOR}.use_remove_padding {REF}.use_remove_padding", nothing("verl fills it in from actor_rollout_ref.model.use_remove_padding")
+    ),
     Row(f"{ACTOR}.use_fused_kernels {REF}.use_fused_kernels", nothing("verl fills it in from actor_rollout_ref.model.use_fused_kernels")),
     Row(f"{ACTOR}.use_prefix_grouper", off("a group's prompt is computed with each sample in an update", performance=True)),
-    Row(f"{{{ACTOR},{REF}}}.router_replay.* {ENGINES}.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
-        off("rollout and training run the same experts on the same weights here: there is no routing to replay")),
+    Row(
+        f"{{{ACTOR},{REF}}}.router_replay.* {ENGINES}.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
+        off("rollout and training run the same experts on the same weights here: there is no routing to replay"),
+    ),
     Row(f"{{{ACTOR},{REF}}}.qat.* {ENGINES}.qat.*", nothing("weights are not quantised")),
     Row(f"{ACTOR}.freeze_vision_tower", nothing("pictures are not read")),
     Row(f"{{{ACTOR},{REF},{CRITIC},{REWARD_MODEL}}}.load_weight", nothing("weights are always loaded")),
     Row(f"{{{ACTOR},{CRITIC}}}.checkpoint.*", nothing(ALWAYS_SAVED)),
     Row(f"{REF}.{{sync_actor,sync_actor_alpha,sync_steps}}", off("the reference role stays as it was at the start")),
     Row(f"{REF}.model.path {REF}.model", to("ref.path")),
-)  # fmt: skip
+)
 
 TRANSFORMER = "override_transformer_config"
 PIPELINE = (
@@ -390,8 +491,11 @@ def _megatron() -> Iterator[Row]:
         yield Row(f"{actor}.{name}", become)
         yield Row(f"{others}.{name}", same_as(f"{actor}.{name}", what="all roles have the actor's layout", performance=True))
     yield Row(f"{ENGINES}.sequence_parallel", nothing("with tensor parallelism the layers' inputs are whole on each GPU here"))
-    yield Row(f"{actor}.use_distributed_optimizer", to("train.shard", values={True: "optimizer", False: "optimizer"}),
-              note="master weights and moments are always shared out")  # fmt: skip
+    yield Row(
+        f"{actor}.use_distributed_optimizer",
+        to("train.shard", values={True: "optimizer", False: "optimizer"}),
+        note="master weights and moments are always shared out",
+    )
     yield Row(f"{others}.use_distributed_optimizer", nothing("train.shard is for all roles"))
     yield Row(f"{ENGINES}.use_dist_checkpointing", nothing("weights are read from the Hugging Face folder of model.path"))
     yield Row(
@@ -450,7 +554,10 @@ _TILED = off("layers are not computed in tiles. Use enable_gradient_checkpointin
 MODELS: tuple[Row, ...] = (
     Row(f"{MODEL}.path", to("model.path")),
     Row(f"{MODEL}.trust_remote_code", switch("model.trust_remote_code")),
-    Row(f"{MODEL}.custom_chat_template", off("model.chat_template names a file. Write the template to one, and give it in the run file (--write)")),
+    Row(
+        f"{MODEL}.custom_chat_template",
+        off("model.chat_template names a file. Write the template to one, and give it in the run file (--write)"),
+    ),
     Row(f"{MODEL}.enable_gradient_checkpointing", rules.checkpointing("train.recompute")),
     Row(f"{CRITIC}.model.enable_gradient_checkpointing", rules.checkpointing("critic.recompute")),
     Row(f"{MODEL}.enable_activation_offload", switch("train.offload_activations")),
@@ -460,8 +567,11 @@ MODELS: tuple[Row, ...] = (
     Row(f"{REWARD_MODEL}.model.use_remove_padding {REWARD_MODEL}.model.use_rmpad", switch("reward_model.packing")),
     Row(f"{MODEL}.truncate_padding", nothing(NO_PADDING)),
     Row(f"{MODEL}.use_liger {MODEL}.use_liger_kernel training.use_liger_kernel use_liger_kernel", switch("train.fused_layers")),
-    Row(f"{MODEL}.use_fused_kernels {MODEL}.use_fused_loss", switch("train.fused_head"),
-        note="verl's torch backend gives log-probs in bfloat16, and wrong ones at the borders of a sequence's parts; here they are float32"),
+    Row(
+        f"{MODEL}.use_fused_kernels {MODEL}.use_fused_loss",
+        switch("train.fused_head"),
+        note="verl's torch backend gives log-probs in bfloat16, and wrong ones at the borders of a sequence's parts; here they are float32",
+    ),
     Row(f"{MODEL}.fused_kernel_options {MODEL}.fused_kernel_options.*", nothing("there is one implementation for each device")),
     Row(f"{REWARD_MODEL}.model.use_fused_kernels {CRITIC}.model.use_fused_kernels", nothing("these models have no vocabulary head")),
     Row(f"{{{MODEL},{CRITIC}.model}}.tiled_mlp.enabled", _TILED),
@@ -470,7 +580,9 @@ MODELS: tuple[Row, ...] = (
     Row(f"{MODEL}.lora.alpha", number("lora.alpha")),
     Row(f"{MODEL}.lora_alpha", rules.lora_alpha, default=16.0),
     Row(f"{MODEL}.target_modules {MODEL}.lora.target_modules", rules.targets),
-    Row(f"{MODEL}.exclude_modules {MODEL}.lora.exclude_modules", off("name the layers that get an adapter: target_modules=[q_proj,v_proj]")),
+    Row(
+        f"{MODEL}.exclude_modules {MODEL}.lora.exclude_modules", off("name the layers that get an adapter: target_modules=[q_proj,v_proj]")
+    ),
     Row(f"{MODEL}.lora_adapter_path {MODEL}.lora.adapter_path", to("lora.path")),
     Row(f"{MODEL}.lora.merge", nothing("adapters run unmerged in rollouts, which loses no bits")),
     Row(f"{MODEL}.lora.dropout", only(0, 0.0, nothing="no dropout, as here", refused="dropout is not built. Use 0")),
@@ -483,9 +595,15 @@ MODELS: tuple[Row, ...] = (
     Row(f"{CRITIC}.model.lora_rank", rules.critic_adapters),
     Row(f"{CRITIC}.model.{{lora_alpha,target_modules}}", nothing("the critic's adapters are like the actor's")),
     Row(f"{CRITIC}.model.lora.*", nothing("the critic's adapters are like the actor's")),
-    Row(f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config {{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config.*", rules.dropout),
+    Row(
+        f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config {{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config.*",
+        rules.dropout,
+    ),
     Row(f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.use_shm", nothing("models are read where they are")),
-    Row(f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.external_lib", off("a package of your own is not imported. Models are those of transformers")),
+    Row(
+        f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.external_lib",
+        off("a package of your own is not imported. Models are those of transformers"),
+    ),
     Row(f"{MODEL}.{{hf_config_path,tokenizer_path}}", off("configuration and tokenizer are those of model.path. Put them into its folder")),
     Row(f"{MODEL}.{{return_last_hidden_state,use_prefix_grouper}}", nothing("computed where it is needed")),
     Row(f"{MODEL}.mtp.*", rules.multi_token),
@@ -495,7 +613,7 @@ MODELS: tuple[Row, ...] = (
     Row(f"{CRITIC}.enable", rules.critic_switch),
     Row(f"{CRITIC}.nccl_timeout {REWARD_MODEL}.nccl_timeout actor_rollout_ref.nccl_timeout", nothing(NOT_SHARED)),
     Row("actor_rollout_ref.hybrid_engine", only(True, None, nothing="as here", refused="rollout and training share their GPUs. Use True")),
-)  # fmt: skip
+)
 
 
 GENERATION: tuple[Row, ...] = (
@@ -511,8 +629,10 @@ GENERATION: tuple[Row, ...] = (
     Row(f"{ROLLOUT}.dtype", nothing("rollouts run the trainer's own weights, in their type")),
     Row(f"{ROLLOUT}.gpu_memory_utilization", rules.kv_bytes(f"{MODEL}.path", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name")),
     Row(f"{ROLLOUT}.tensor_model_parallel_size {ROLLOUT}.tensor_parallel_size", to("rollout.tensor_parallel")),
-    Row(f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size,expert_parallel_size,moe_tensor_parallel_size}}",
-        rules.one_size(None, "this division of the engine", "Use tensor_model_parallel_size, or --retune")),
+    Row(
+        f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size,expert_parallel_size,moe_tensor_parallel_size}}",
+        rules.one_size(None, "this division of the engine", "Use tensor_model_parallel_size, or --retune"),
+    ),
     Row(f"{ROLLOUT}.max_num_seqs", to("rollout.max_seqs")),
     Row(f"{ROLLOUT}.max_num_batched_tokens", to("rollout.max_batched_tokens")),
     Row(f"{ROLLOUT}.enable_chunked_prefill", switch("rollout.chunked_prefill")),
@@ -522,19 +642,36 @@ GENERATION: tuple[Row, ...] = (
     Row(f"{ROLLOUT}.disable_log_stats", switch("rollout.log_stats", inverse=True, why="the opposite sense")),
     Row(f"{ROLLOUT}.ignore_eos", off("a response ends at its end token")),
     Row(f"{ROLLOUT}.calculate_log_probs", nothing("every sample has its log-probs here")),
-    Row(f"{ROLLOUT}.logprobs_mode", only("processed_logprobs", None, nothing="at the sampling temperature, as here", refused="log-probs are at the sampling temperature")),
-    Row(f"{ROLLOUT}.over_sample_rate", only(0, 0.0, None, nothing="every sample is finished, as here", refused="every sample is finished here. Use 0")),
-    Row(f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file", off("rollouts run the trainer's own weights, which are not quantised. Remove it")),
+    Row(
+        f"{ROLLOUT}.logprobs_mode",
+        only(
+            "processed_logprobs", None, nothing="at the sampling temperature, as here", refused="log-probs are at the sampling temperature"
+        ),
+    ),
+    Row(
+        f"{ROLLOUT}.over_sample_rate",
+        only(0, 0.0, None, nothing="every sample is finished, as here", refused="every sample is finished here. Use 0"),
+    ),
+    Row(
+        f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file",
+        off("rollouts run the trainer's own weights, which are not quantised. Remove it"),
+    ),
     Row(f"{ROLLOUT}.{{skip_rollout,use_fire_sampling}}", off("every step samples, by temperature, top-p and top-k")),
     Row(f"{ROLLOUT}.{{skip_dump_dir,skip.*}}", nothing("every step samples")),
-    Row(f"{ROLLOUT}.sampling_kwargs {ROLLOUT}.sampling_kwargs.* {ROLLOUT}.val_kwargs.sampling_kwargs", off("sampling is by temperature, top-p and top-k")),
+    Row(
+        f"{ROLLOUT}.sampling_kwargs {ROLLOUT}.sampling_kwargs.* {ROLLOUT}.val_kwargs.sampling_kwargs",
+        off("sampling is by temperature, top-p and top-k"),
+    ),
     Row(
         f"{ROLLOUT}.{{load_format,layered_summon,cudagraph_capture_sizes,multi_stage_wake_up,update_weights_bucket_megabytes,"
         "scheduling_policy,skip_tokenizer_init,use_block_quant_rollout,cast_to_rollout_dtype,limit_images,chat_scheduler,full_determinism,seed,"
         "max_concurrent_prompts}",
         nothing(ONE_ENGINE),
     ),
-    Row(f"{ROLLOUT}.{{engine_kwargs,engine_kwargs.*,checkpoint_engine.*,layer_name_map.*,prometheus.*,trace.*,mtp,mtp.*,disaggregation.*,router.*}}", nothing(ONE_ENGINE)),
+    Row(
+        f"{ROLLOUT}.{{engine_kwargs,engine_kwargs.*,checkpoint_engine.*,layer_name_map.*,prometheus.*,trace.*,mtp,mtp.*,disaggregation.*,router.*}}",
+        nothing(ONE_ENGINE),
+    ),
     Row(f"{ROLLOUT}.val_kwargs.temperature", rules.validation_temperature, default=0.0),
     Row(f"{ROLLOUT}.val_kwargs.do_sample", rules.validation_sampling),
     Row(f"{ROLLOUT}.val_kwargs.top_p", number("eval.top_p"), default=1.0),
@@ -543,12 +680,20 @@ GENERATION: tuple[Row, ...] = (
     Row(f"{ROLLOUT}.multi_turn.*", rules.multi_turn),
     Row(
         f"{ROLLOUT}.agent.default_agent_loop",
-        only("single_turn_agent", None, nothing="a sample is one response to one prompt", refused="multi-turn rollouts are not built: a sample is one response to one prompt"),
+        only(
+            "single_turn_agent",
+            None,
+            nothing="a sample is one response to one prompt",
+            refused="multi-turn rollouts are not built: a sample is one response to one prompt",
+        ),
     ),
-    Row(f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server.*,agent_loop_manager_class}}", off("an agent loop of your own cannot be loaded: multi-turn rollouts are not built")),
+    Row(
+        f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server.*,agent_loop_manager_class}}",
+        off("an agent loop of your own cannot be loaded: multi-turn rollouts are not built"),
+    ),
     Row(f"{ROLLOUT}.agent.*", nothing("there are no agent loops here")),
     Row(f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}", nothing("rollout and training share their GPUs")),
-)  # fmt: skip
+)
 
 REWARDS: tuple[Row, ...] = (
     Row(" ".join(f"{key}.path" for key in rules.CUSTOM), rules.reward_function, default=None),
@@ -556,25 +701,47 @@ REWARDS: tuple[Row, ...] = (
     Row(" ".join(f"{key}.reward_kwargs.*" for key in rules.CUSTOM), rules.reward_argument),
     Row(" ".join(rules.ENABLED), rules.reward_model_on),
     Row("reward_model.model.path reward.reward_model.model_path", to("reward_model.path")),
-    Row("reward_model.model.input_tokenizer", nothing("the response goes to the reward model as text, through its own tokenizer and chat template")),
+    Row(
+        "reward_model.model.input_tokenizer",
+        nothing("the response goes to the reward model as text, through its own tokenizer and chat template"),
+    ),
     Row("reward_model.max_length", rules.long_enough()),
     Row(" ".join(rules.MANAGERS), rules.manager),
-    Row("{reward_manager,reward.reward_manager}.source {reward_manager,reward.reward_manager}.module.*",
-        only("register", "custom_reward_manager", None, nothing="one that verl has", refused="a reward manager of your own cannot be loaded. Give its function: custom_reward_function.path")),
+    Row(
+        "{reward_manager,reward.reward_manager}.source {reward_manager,reward.reward_manager}.module.*",
+        only(
+            "register",
+            "custom_reward_manager",
+            None,
+            nothing="one that verl has",
+            refused="a reward manager of your own cannot be loaded. Give its function: custom_reward_function.path",
+        ),
+    ),
     *(Row(" ".join(f"{key}.{part}" for key in OVERLONG), rules.overlong(part)) for part in ("enable", "len", "penalty_factor")),
-    Row(" ".join(f"{key}.log" for key in OVERLONG), nothing("metrics always have the penalty: reward/overlong_penalty")),
+    Row(" ".join(f"{key}.log" for key in OVERLONG), nothing("critic/rewards/* metrics include the penalty, and critic/score/* do not")),
     Row("{reward_model,reward}.reward_kwargs.max_resp_len", rules.overlong("max_resp_len")),
     Row("{reward_model,reward}.reward_kwargs.*", off("the reward manager takes no further arguments here")),
-    Row("reward_model.{launch_reward_fn_async,use_reward_loop,reward_loop_source,reward_loop_class_name,reward_loop_module_path}",
-        nothing("rewards are computed while samples are still being generated")),
+    Row(
+        "reward_model.{launch_reward_fn_async,use_reward_loop,reward_loop_source,reward_loop_class_name,reward_loop_module_path}",
+        nothing("rewards are computed while samples are still being generated"),
+    ),
     Row("{reward_model,reward}.num_workers", to("reward.workers")),
-    Row("{sandbox_fusion,reward_model.sandbox_fusion,reward.sandbox_fusion}.url", off("a code sandbox is called from a reward function of your own: custom_reward_function.path")),
-    Row("{sandbox_fusion,reward_model.sandbox_fusion,reward.sandbox_fusion}.{max_concurrent,memory_limit_mb}", nothing("for sandbox_fusion.url")),
+    Row(
+        "{sandbox_fusion,reward_model.sandbox_fusion,reward.sandbox_fusion}.url",
+        off("a code sandbox is called from a reward function of your own: custom_reward_function.path"),
+    ),
+    Row(
+        "{sandbox_fusion,reward_model.sandbox_fusion,reward.sandbox_fusion}.{max_concurrent,memory_limit_mb}",
+        nothing("for sandbox_fusion.url"),
+    ),
     Row("reward.compute_score_kwargs reward.compute_score_kwargs.*", rules.score_method),
     Row("{reward_model,reward.reward_model}.{n_gpus_per_node,nnodes}", rules.reward_workers),
     Row("{reward_model,reward.reward_model}.enable_resource_pool", rules.reward_workers),
-    Row(f"{REWARD_ENGINE} {REWARD_ENGINE}.*", nothing("a reward model that scores runs in the trainer, packed; an LLM as a judge is an async reward function")),
-)  # fmt: skip
+    Row(
+        f"{REWARD_ENGINE} {REWARD_ENGINE}.*",
+        nothing("a reward model that scores runs in the trainer, packed; an LLM as a judge is an async reward function"),
+    ),
+)
 
 
 PROFILED = f"{{{ACTOR},{REF},{ROLLOUT},{CRITIC},{REWARD_MODEL}}}"
@@ -584,11 +751,11 @@ TRAINER: tuple[Row, ...] = (
     Row(GPUS, to("cluster.workers")),
     Row(NODES, rules.nodes),
     Row("trainer.device", rules.device),
-    Row("trainer.project_name", to("log.project"), default="verl_examples"),
-    Row("trainer.experiment_name", to("log.name"), default="gsm8k"),
+    Row("trainer.project_name", rules.for_loggers("log.project"), default="verl_examples"),
+    Row("trainer.experiment_name", rules.for_loggers("log.name"), default="gsm8k"),
     Row("trainer.default_local_dir", rules.folder, default=None),
     Row("trainer.logger", rules.loggers),
-    Row("trainer.log_val_generations", to("log.val_samples")),
+    Row("trainer.log_val_generations", rules.for_loggers("log.val_samples")),
     Row("trainer.save_freq", rules.every("run.save_every"), default=-1),
     Row("trainer.test_freq", rules.every("run.eval_every"), default=-1),
     Row("trainer.val_before_train", rules.before_training, default=True),
@@ -596,12 +763,24 @@ TRAINER: tuple[Row, ...] = (
     Row("trainer.resume_mode", rules.resume, default="auto"),
     Row("trainer.resume_from_path", off("a run resumes from the newest checkpoint in run.dir")),
     Row("trainer.max_actor_ckpt_to_keep", rules.kept, default=None),
-    Row("trainer.{max_critic_ckpt_to_keep,max_ref_ckpt_to_keep}", nothing("one checkpoint holds all roles: trainer.max_actor_ckpt_to_keep counts")),
+    Row(
+        "trainer.{max_critic_ckpt_to_keep,max_ref_ckpt_to_keep}",
+        nothing("one checkpoint holds all roles: trainer.max_actor_ckpt_to_keep counts"),
+    ),
     Row("trainer.default_hdfs_dir trainer.remove_previous_ckpt_in_save", off("checkpoints are in run.dir. Copy them from there")),
-    Row("trainer.{rollout_data_dir,validation_data_dir}", nothing("samples are always written to rollouts/ and validation/ in the run's folder")),
-    Row("trainer.{del_local_ckpt_after_load,ray_wait_register_center_timeout,esi_redundant_time,use_legacy_worker_impl,use_v1}", nothing("there is nothing of this kind here")),
+    Row(
+        "trainer.{rollout_data_dir,validation_data_dir}",
+        nothing("samples are always written to rollouts/ and validation/ in the run's folder"),
+    ),
+    Row(
+        "trainer.{del_local_ckpt_after_load,ray_wait_register_center_timeout,esi_redundant_time,use_legacy_worker_impl,use_v1}",
+        nothing("there is nothing of this kind here"),
+    ),
     Row("trainer.checkpoint_callback_class", off("use `on_step` of fulltilt.train in Python (docs/python.md)")),
-    Row("trainer.v1.trainer_mode", only("sync", None, nothing="synchronous, as here", refused="asynchronous training is not built. Use sync")),
+    Row(
+        "trainer.v1.trainer_mode",
+        only("sync", None, nothing="synchronous, as here", refused="asynchronous training is not built. Use sync"),
+    ),
     Row("trainer.v1.*", nothing("for asynchronous training, which is not built")),
     Row(
         f"{PROFILED}.profiler.* {PROFILED}.profile.* global_profiler.* profiler.* trainer.profile_steps trainer.npu_profile.* "
@@ -615,7 +794,7 @@ TRAINER: tuple[Row, ...] = (
     Row("distillation.enabled distillation.enable", off("distillation is not built")),
     Row("distillation.*", nothing("distillation is off, as here")),
     Row("*._target_", nothing("the name of a class of verl's")),
-)  # fmt: skip
+)
 
 
 LAUNCHER: tuple[Row, ...] = (

@@ -649,9 +649,27 @@ def optimizer(ask: Ask) -> Outcome:
 # ---- other -------------------------------------------------------------------------------------------------------------------------
 
 
+LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def names_of(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+
+
+def for_loggers(ours: str) -> Conversion:
+    """A name that loggers show, where there are any."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None or not set(names_of(ask.read("trainer.logger"))) & set(LOGGERS):
+            return Outcome("means nothing", "no logger of fulltilt's is asked for, which would show it; run.dir is the run's folder")
+        return sets({ours: ask.value})
+
+    return become
+
+
 def loggers(ask: Ask) -> Outcome:
-    given = [str(each) for each in (ask.value if isinstance(ask.value, list) else [ask.value]) if each is not None]
-    known = [each for each in given if each in ("tensorboard", "wandb", "mlflow", "trackio")]
+    given = names_of(ask.value)
+    known = [each for each in given if each in LOGGERS]
     others = [each for each in given if each not in (*known, "console")]
     told = "the console always shows every step" if "console" in given else ""
     if others:
@@ -810,6 +828,8 @@ def dropout(ask: Ask) -> Outcome:
         return Outcome("means nothing", "no dropout, as here")
     if ask.below in ("attn_implementation", "_attn_implementation", "moe_config.freeze_moe_router") and not isinstance(ask.value, bool):
         return Outcome("means nothing", "one attention function serves training and rollout here")
+    if ask.below.endswith("max_position_embeddings"):
+        return Outcome("means nothing", "config.json says how many positions the model has, and the run checks that prompt and response fit")
     if ask.value in (None, {}, False):
         return Outcome("means nothing", "nothing is overridden")
     return Outcome("refused", "the model's own config.json holds here. Change it there")
