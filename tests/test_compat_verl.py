@@ -27,7 +27,13 @@ from fulltilt.records import UserError
 from fulltilt.schema import Config
 
 BASE = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/model"]
-GRPO = [*BASE, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.n_gpus_per_node=8", "trainer.total_training_steps=10"]
+GRPO = [
+    *BASE,
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.n_gpus_per_node=8",
+    "trainer.total_training_steps=10",
+]
 PPO_RUN = [*BASE, "trainer.n_gpus_per_node=8", "trainer.total_training_steps=10"]
 UNSEEN = Surroundings(files=False)
 ARR, ACTOR, ROLLOUT, REF = "actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -236,7 +242,9 @@ def test_what_means_nothing_here_says_why(assignment: str) -> None:
 
 def test_a_share_of_the_gpu_becomes_bytes_with_its_arithmetic(tmp_path: Path) -> None:
     shape = {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**shape, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True})
+    )
     arguments = [*GRPO, f"{ARR}.model.path={tmp_path}", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.5"]
     found = answer(translated(*arguments, seen=Surroundings(gpu_bytes=80 * 2**30)), f"{ROLLOUT}.gpu_memory_utilization")
     assert found.sets == {"rollout.kv_bytes": 40 * 2**30 - 494_032_768 * 2}  # 40 GiB less the weights of 0.5B in bfloat16
@@ -246,7 +254,9 @@ def test_a_share_of_the_gpu_becomes_bytes_with_its_arithmetic(tmp_path: Path) ->
 
 
 def test_what_verl_does_with_a_misleading_key_is_told() -> None:
-    found = translated(*GRPO, f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.megatron.grad_offload=True", f"{ACTOR}.fsdp_config.forward_prefetch=True")
+    found = translated(
+        *GRPO, f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.megatron.grad_offload=True", f"{ACTOR}.fsdp_config.forward_prefetch=True"
+    )
     assert "verl ignores clip_ratio" in answer(found, f"{ACTOR}.clip_ratio").why
     assert "verl reads it nowhere" in answer(found, f"{ACTOR}.megatron.grad_offload").why
     assert "verl drops it under FSDP2" in answer(found, f"{ACTOR}.fsdp_config.forward_prefetch").why
@@ -278,7 +288,12 @@ def test_rewards_are_chosen_by_the_data_source(tmp_path: Path) -> None:
 def test_the_length_of_a_run_with_dynamic_sampling_is_counted(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([{"data_source": "openai/gsm8k", "prompt": "1"}] * 100), tmp_path / "rows.parquet")
     arguments = [*BASE, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", "algorithm.filter_groups.enable=True", "data.train_batch_size=8"]
-    arguments += [f"data.train_files={tmp_path / 'rows.parquet'}", "data.gen_batch_size=16", "trainer.total_epochs=3", f"{ACTOR}.ppo_mini_batch_size=8"]
+    arguments += [
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        "data.gen_batch_size=16",
+        "trainer.total_epochs=3",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+    ]
     assert values(translated(*arguments, seen=Surroundings()))["run.steps"] == 100 // 16 * 3
     assert "Add trainer.total_training_steps=N" in answer(translated(*arguments), "trainer.total_epochs").why
 
@@ -305,7 +320,9 @@ def check(table: Table, keys: dict[str, Any], retune: bool) -> None:
     for each in found.of_kind("honoured"):
         assert each.sets and each.sets.keys() <= found.values.keys()
     tables = tomllib.loads(command.run_file(found))
-    config = Config.model_validate({**tables, "model": {"path": ".", **tables.get("model", {})}, "data": {"train": ".", **tables.get("data", {})}})
+    config = Config.model_validate(
+        {**tables, "model": {"path": ".", **tables.get("model", {})}, "data": {"train": ".", **tables.get("data", {})}}
+    )
     broken = [text for rule in RULES if not rule.files for text in rule.check(config)]
     assert set(broken) <= set(found.mistakes)
     json.dumps(command.as_document(found), default=str)
@@ -349,17 +366,34 @@ def test_overrides_have_marks_and_the_last_one_counts() -> None:
 
 
 def test_interpolation_reads_keys_defaults_and_the_environment() -> None:
-    given = {"a": "${b}", "b": 4, "c.d": "${.e}", "c.e": "x${a}", "f": "${oc.env:HOME}/m", "g": "${oc.env:GONE,7}", "h": "${oc.select:z,null}"}
+    given = {
+        "a": "${b}",
+        "b": 4,
+        "c.d": "${.e}",
+        "c.e": "x${a}",
+        "f": "${oc.env:HOME}/m",
+        "g": "${oc.env:GONE,7}",
+        "h": "${oc.select:z,null}",
+    }
     found = hydra.resolved({**given, "i": "${k}"}, {"k": 512}.get, {"HOME": "/home/me"})
     assert found == {"a": 4, "b": 4, "c.d": "x4", "c.e": "x4", "f": "/home/me/m", "g": 7, "h": None, "i": 512}
-    for wrong, told in (("${oc.env:GONE}", "has no GONE"), ("${gone}", "has no value"), ("${a}", "refers to itself"), ("${eval:1}", "resolver")):
+    for wrong, told in (
+        ("${oc.env:GONE}", "has no GONE"),
+        ("${gone}", "has no value"),
+        ("${a}", "refers to itself"),
+        ("${eval:1}", "resolver"),
+    ):
         with pytest.raises(UserError, match=told):
             hydra.resolved({"a": wrong}, {}.get, {})
 
 
 def test_a_configuration_of_ones_own_is_read(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_megatron_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 6\n  actor:\n    optim:\n      lr: 2e-6\n")
-    found = translated(f"--config-path={tmp_path}", "--config-name", "mine", *BASE, "algorithm.adv_estimator=grpo", "trainer.total_epochs=1")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - ppo_megatron_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 6\n  actor:\n    optim:\n      lr: 2e-6\n"
+    )
+    found = translated(
+        f"--config-path={tmp_path}", "--config-name", "mine", *BASE, "algorithm.adv_estimator=grpo", "trainer.total_epochs=1"
+    )
     assert (values(found)["algorithm.samples_per_prompt"], values(found)["train.lr"]) == (6, 2e-6)
     with pytest.raises(UserError, match="verl has no such configuration"):
         translated("--config-name=gone", *BASE)
@@ -450,7 +484,13 @@ def test_any_text_is_a_script_or_a_mistake(text: str) -> None:
 
 def test_sft_commands_are_translated_too() -> None:
     launcher = ["torchrun", "--standalone", "--nnodes=1", "--nproc_per_node=4", "-m", "verl.trainer.fsdp_sft_trainer"]
-    rest = ["data.train_files=a.parquet", "model.partial_pretrain=org/m", "optim.lr=1e-4", "data.micro_batch_size_per_gpu=4", "data.max_length=512"]
+    rest = [
+        "data.train_files=a.parquet",
+        "model.partial_pretrain=org/m",
+        "optim.lr=1e-4",
+        "data.micro_batch_size_per_gpu=4",
+        "data.max_length=512",
+    ]
     found = translated(*launcher, *rest, "optim.lr_warmup_steps=5", "model.lora_rank=8", "data.messages_key=chat")
     got = values(found)
     expected = {

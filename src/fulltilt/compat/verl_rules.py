@@ -829,7 +829,9 @@ def dropout(ask: Ask) -> Outcome:
     if ask.below in ("attn_implementation", "_attn_implementation", "moe_config.freeze_moe_router") and not isinstance(ask.value, bool):
         return Outcome("means nothing", "one attention function serves training and rollout here")
     if ask.below.endswith("max_position_embeddings"):
-        return Outcome("means nothing", "config.json says how many positions the model has, and the run checks that prompt and response fit")
+        return Outcome(
+            "means nothing", "config.json says how many positions the model has, and the run checks that prompt and response fit"
+        )
     if ask.value in (None, {}, False):
         return Outcome("means nothing", "nothing is overridden")
     return Outcome("refused", "the model's own config.json holds here. Change it there")
