@@ -153,6 +153,7 @@ def test_a_configuration_runs_two_steps_on_two_workers(tmp_path: Path, monkeypat
     path = template(tmp_path, "fsdp", num_episode=2, sample_per_episode=8, train_global_batch_size=8, train_micro_batch_size=2)
     small = [f"{TRAINER}.num_gpu=2", f"{POLICY}.num_inference_per_prompt=4", f"{POLICY}.seq_length=24", f"{TRAINER}.kl_coef=0.01"]
     offload = [f"{TRAINER}.free_gpu_memory.{each}=False" for each in ("offload_optimizer_states", "free_grad_buffers")]
+    offload.append(f"{REF}.free_gpu_memory.offload_weights=False")  # there is no device to offload from
     ours = ["--set", "run.device=cpu", "--set", "reward.function=gsm8k", "--set", "eval.max_new_tokens=8"]
     ended = runs.command(tmp_path, "chatlearn", path.name, "--quiet", *ours, *small, *offload, seconds=800)
     assert ended.code == 0, ended.error

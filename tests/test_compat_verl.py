@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from pathlib import Path
@@ -51,7 +52,7 @@ def values(translation: Translation) -> dict[str, Any]:
     return {key: value.value for key, value in translation.values.items()}
 
 
-# -- the keys of verl's scripts, before and after -----------------------------------------------------------------------------------------
+# -- the keys of verl's scripts, before and after ----------------------------------------------------------------------------------------
 
 KL = [f"{ACTOR}.use_kl_loss=True"]
 TOKENS = [f"{ACTOR}.use_dynamic_bsz=True"]
@@ -298,7 +299,7 @@ def test_the_length_of_a_run_with_dynamic_sampling_is_counted(tmp_path: Path) ->
     assert "Add trainer.total_training_steps=N" in answer(translated(*arguments), "trainer.total_epochs").why
 
 
-# -- never dropped, never a crash ---------------------------------------------------------------------------------------------------------
+# -- never dropped, never a crash --------------------------------------------------------------------------------------------------------
 
 WORDS = ["fsdp2", "megatron", "token-mean", "grpo", "gae", "kl", "vllm", "cuda", "auto", "left", "a_b.parquet", "sequence", "dapo", "full"]
 ANY_VALUE = st.one_of(
@@ -341,7 +342,7 @@ def test_random_keys_of_its_sft_trainer_are_all_answered(keys: dict[str, Any], r
     check(SFT, keys, retune)
 
 
-# -- Hydra's spellings ----------------------------------------------------------------------------------------------------------------------
+# -- Hydra's spellings ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def test_a_configuration_of_ones_own_is_read(tmp_path: Path) -> None:
         translated("--config-name=gone", *BASE)
 
 
-# -- scripts --------------------------------------------------------------------------------------------------------------------------------
+# -- scripts -------------------------------------------------------------------------------------------------------------------------------
 
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
@@ -476,10 +477,8 @@ def test_values_that_are_not_needed_may_stay_unknown() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="aX=$\"'\\(){}[]|&;<>#\n -m:@1\t`", max_size=60))
 def test_any_text_is_a_script_or_a_mistake(text: str) -> None:
-    try:
+    with contextlib.suppress(UserError):
         shell.read(text + "\npython3 -m verl.trainer.main_ppo a=1", [], {})
-    except UserError:
-        pass
 
 
 def test_sft_commands_are_translated_too() -> None:
@@ -503,7 +502,7 @@ def test_sft_commands_are_translated_too() -> None:
         translated("python3", "-m", "verl.trainer.main_generation", "a=1")
 
 
-# -- the command line -----------------------------------------------------------------------------------------------------------------------
+# -- the command line ----------------------------------------------------------------------------------------------------------------------
 
 MEGATRON = [
     "python3", "-m", "verl.trainer.main_ppo", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *GRPO,
@@ -542,7 +541,7 @@ def test_a_run_file_is_written_and_refused_keys_stop_a_run(tmp_path: Path) -> No
     assert refused.code == 2 and "1 key cannot be honoured" in refused.error and "multi-turn" in refused.error
 
 
-# -- whole commands -------------------------------------------------------------------------------------------------------------------------
+# -- whole commands ------------------------------------------------------------------------------------------------------------------------
 
 SHARED = [
     "data.train_files=train.parquet", "data.val_files=val.parquet", "data.train_batch_size=4", "data.max_prompt_length=32",

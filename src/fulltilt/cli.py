@@ -554,7 +554,6 @@ def run_translated(
         return
     loading("the run and what it names", quiet)
     from fulltilt import api
-
     from fulltilt.observe.console import Console
 
     console = Console(json=as_json, quiet=quiet)

@@ -320,7 +320,8 @@ CHATLEARN = Table(
         ),
         Row(f"{REWARD}.num_cpu", to("reward.workers", values={0: 1})),
         Row(
-            f"{{{POLICY},{TRAINER},{REF}}}.num_cpu {MODELS}.{{gpu_per_process,cpu_per_process,num_replica,replica_dp_size,trainable,sync_frequency}}",
+            f"{{{POLICY},{TRAINER},{REF}}}.num_cpu "
+            f"{MODELS}.{{gpu_per_process,cpu_per_process,num_replica,replica_dp_size,trainable,sync_frequency}}",
             nothing(PLACES),
         ),
         Row(f"{REWARD}.generation_batch_size", nothing("samples are scored one by one, as they are finished")),

@@ -2,9 +2,9 @@
 
 Enters: a table (`Row`: their key, what it becomes, their default), the keys that a user gave, and what is known of files and GPUs. Leaves:
 a `Translation`: one `Answer` for each key that was given, the values of our keys with where they come from, and what still keeps the run
-file from being right. Guaranteed: each given key has exactly one answer, "honoured", "means nothing" or "refused"; an unknown key is refused
-with the nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is left out
-of the run file and says why. Neither torch nor a file is needed.
+file from being right. Guaranteed: each given key has exactly one answer, "honoured", "means nothing" or "refused"; an unknown key is
+refused with the nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is
+left out of the run file and says why. Neither torch nor a file is needed.
 
 A row has no code beside its conversion, a function of an `Ask`; the functions at the end of this file make the common ones.
 """

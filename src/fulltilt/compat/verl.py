@@ -456,8 +456,8 @@ TRANSFORMER = "override_transformer_config"
 PIPELINE = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "account_for_loss_in_pipeline_split",
     "account_for_embedding_in_pipeline_split", "deallocate_pipeline_outputs", "pipeline_model_parallel_layout", "overlap_p2p_comm",
-    "batch_p2p_comm", "defer_embedding_wgrad_compute", "pipeline_dtype", "virtual_pipeline_model_parallel_size", "first_pipeline_num_layers",
-    "last_pipeline_num_layers",
+    "batch_p2p_comm", "defer_embedding_wgrad_compute", "pipeline_dtype", "virtual_pipeline_model_parallel_size",
+    "first_pipeline_num_layers", "last_pipeline_num_layers",
 )  # fmt: skip
 EXPERTS = (
     "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_shared_expert_overlap", "moe_router_dtype",
@@ -596,7 +596,7 @@ MODELS: tuple[Row, ...] = (
     Row(f"{CRITIC}.model.{{lora_alpha,target_modules}}", nothing("the critic's adapters are like the actor's")),
     Row(f"{CRITIC}.model.lora.*", nothing("the critic's adapters are like the actor's")),
     Row(
-        f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config {{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.override_config.*",
+        f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.{{override_config,override_config.*}}",
         rules.dropout,
     ),
     Row(f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.use_shm", nothing("models are read where they are")),
