@@ -365,6 +365,8 @@ TENSOR_MATRIX = [
     (tensor.Case("llama", 4, {**ONE_HEAD, **tensor.BIASED}), SELECTIVE),
     (tensor.Case("phi3", 4, adapters=("qkv_proj", "gate_up_proj", "o_proj", "down_proj")), FULL),
     (tensor.Case("qwen3-moe", 2, adapters=tensor.STACKED), FULL),
+    (tensor.Case("qwen3-moe", 2, adapters=tensor.STACKED, whole_experts=True), FULL),
+    (tensor.Case("mixtral", 4, whole_experts=True), SELECTIVE),
     (tensor.Case("cohere", 4, {"num_key_value_heads": 4}, options=tensor.PLAIN, entropy="value"), Recompute()),
     (tensor.Case("qwen2", 2, options=tensor.PLAIN, entropy="none"), Recompute()),
     (tensor.Case("qwen2", 4, options=HeadOptions(recompute=False)), Recompute()),
@@ -398,7 +400,8 @@ def test_members_of_a_tensor_parallel_group_move_what_is_predicted(
     assert [passes for _, _, passes in found] == [scored] * pool.size
     stacked = [name for name in case.adapters if name.startswith("experts.")]
     if case.adapters:
-        shared = shared_adapter_numbers(shape, case.size, 2, [name for name in case.adapters if name not in stacked], stacked)
+        linear = [name for name in case.adapters if name not in stacked]
+        shared = shared_adapter_numbers(shape, case.size, 2, linear, stacked, whole_experts=case.whole_experts)
     elif shape.family:
         shared = shared_numbers(shape, case.size, score=shape.width + 1 if scores else 0)
     else:

@@ -24,7 +24,7 @@ from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import THREADS, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -32,7 +32,9 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
@@ -95,15 +97,19 @@ def load_worker(
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
+    # Also before they are planned: until a number is set, MKL may take another one for each product, whose last bits models are checked by.
+    torch.set_num_threads(max(1, THREADS // ranks.beside))
     roles = list(dict.fromkeys([*order.roles, *judged]))
     tensor, rollout = tensor_sizes(order, ranks.size)
-    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles else 1, rollout)
+    whole_experts = experts_of_members(order, tensor, rollout)
+    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles and tensor == 1 else 1, rollout)
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
     shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
     if max(tensor, rollout) > 1:
-        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if tensor != rollout else None).divide
+        copied = tensor != rollout or len(set(whole_experts)) > 1
+        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if copied else None, whole_experts).divide
     steps: list[Callable[[str, torch.nn.Module], None]] = []
     if grid.replicas:
         steps.append(ExpertDivider(shared, grid.experts, order.sampled, shares_out(config, order.roles, grid.data)).divide)
@@ -147,6 +153,20 @@ def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
     if not order.roles:
         return (rollout, rollout) if workers % rollout == 0 else (1, 1)
     return tensor, rollout if order.sampled else tensor
+
+
+def experts_of_members(order: WorkerOrder, tensor: int, rollout: int) -> tuple[bool, bool]:
+    """Whether a member of a tensor-parallel group has some of the experts, and not a part of every one: that learn, and that an engine
+    reads. `tensor`, `rollout`: the sizes of these groups."""
+    train = order.config.train
+    if max(tensor, rollout) == 1:
+        return False, False
+    learned, shape = min(tensor, train.expert_parallel) > 1, shape_of(read_config(order.config.model))
+    given = order.config.rollout.expert_parallel
+    of_engine = whole_experts_in_rollouts(given, rollout, train.tensor_parallel, train.expert_parallel, shape)
+    if not order.roles:
+        return of_engine, of_engine
+    return learned, of_engine if order.sampled else learned
 
 
 def decided(config: Config, sharding: Sharding) -> Config:

@@ -9,15 +9,17 @@ shared out, nothing is done and nothing is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.cluster.loading import Models, exporter
 from fulltilt.cluster.sizes import role_facts
+from fulltilt.model.experts import why_one_by_one
 from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
 from fulltilt.parallel.grid import Grid
@@ -81,7 +83,10 @@ class SharedModels:
         for role, made in self.parts.items():
             held = sum(parameter.nbytes for parameter in made.model.parameters()) if role not in self.shards else None
             what = "each layer" if isinstance(made, TensorSplit) else "experts"
-            yield f"{role}: {what} divided among {made.ranks.size} workers{f', {in_bytes(held)} each' if held else ''}"
+            whole = " with whole experts" if isinstance(made, TensorSplit) and made.whole_experts else ""
+            yield f"{role}: {what} divided among {made.ranks.size} workers{whole}{f', {in_bytes(held)} each' if held else ''}"
+            if reason := why_narrow(made, self.shards[role].types if role in self.shards else {}):
+                yield f"{role}: experts run one by one, which is slow: {reason}. Set train.expert_parallel = {made.ranks.size}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
             groups = f", in {sharing.everyone.size // sharing.group.size} groups" if sharing.group.size < sharing.everyone.size else ""
@@ -90,8 +95,24 @@ class SharedModels:
             held = sum(tensor.nbytes for tensor in self.twin.memory())
             whole = "the whole actor" if self.copied or not isinstance(self.parts.get("actor"), TensorSplit) else "its part of the actor"
             if isinstance(self.twin, RolloutCopy) and self.twin.target:
-                whole = f"one of {self.twin.target.ranks.size} parts of the actor"
+                whole, reason = f"one of {self.twin.target.ranks.size} parts of the actor", why_narrow(self.twin.target)
+                if reason:
+                    size = self.twin.target.ranks.size
+                    yield f"rollout: experts run one by one, which is slow: {reason}. Set rollout.expert_parallel = {size}"
             yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
+
+
+def why_narrow(part: ModelPart, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> str | None:
+    """Why torch does not take the experts of a part in one call, although it would take the whole ones. `types`: those that are computed
+    with, where parameters have others."""
+    for prefix, module in expert_modules(part.model):
+        for leaf, parameter in module.named_parameters():
+            name = f"{prefix}.{leaf}"
+            dtype = types.get(name, parameter.dtype)
+            whole, own = (torch.empty(shapes[name], dtype=dtype, device="meta") for shapes in (part.whole, part.shapes))
+            if whole.ndim == 3 and why_one_by_one(whole) is None and (reason := why_one_by_one(own)):
+                return reason
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +122,7 @@ class ModelDivider:
     found: SharedModels
     ranks: Ranks  # the members that hold all parts
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
+    whole_experts: tuple[bool, bool] = (False, False)  # whether members have some of the experts each: that learn, and that an engine reads
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
@@ -109,14 +131,17 @@ class ModelDivider:
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
-                found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
+                found.twin = RolloutCopy(copied, self._split(copied, self.rollout, 1) if self.rollout.size > 1 else None)
             if self.ranks.size > 1:
                 found.undivided = without_memory(model)
         if self.ranks.size > 1:
-            found.parts[role] = split(model, self.ranks)
+            found.parts[role] = self._split(model, self.ranks, 0)
         if copied is not None:
             part_memory(copied, model)
         return copied
+
+    def _split(self, model: torch.nn.Module, ranks: Ranks, place: int) -> TensorSplit:
+        return split(model, ranks, whole_experts=self.whole_experts[place] and any(True for _ in expert_modules(model)))
 
 
 @dataclass(frozen=True, eq=False)
