@@ -468,6 +468,30 @@ def test_what_a_script_hides_is_refused_by_its_line(text: str, told: str) -> Non
     assert told in str(error.value)
 
 
+NEWER = """LAUNCH=(python3)
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+BACKEND=${BACKEND:-vllm}
+if [ "${USE_UV:-1}" != 0 ] && [ "${DEVICE:-gpu}" = gpu ] && { [ "${BACKEND}" = vllm ] || [ "${BACKEND}" = sglang ]; }; then
+    uv sync --extra "${BACKEND}" --frozen
+    LAUNCH=(uv run --frozen python3)
+fi
+EXTRA=(
+)
+PYTHONUNBUFFERED=1 nohup "${LAUNCH[@]}" -m verl.trainer.main_ppo \\
+    actor_rollout_ref.rollout.name=$BACKEND \\
+    "${EXTRA[@]}" \\
+    "$@" > run.log 2>&1 &
+"""
+
+
+def test_a_script_with_arrays_and_conditions_needs_only_what_it_cannot_know() -> None:
+    with pytest.raises(UserError, match=r"line 2: .* would have to be run.* and the condition in line 4 needs it"):
+        shell.read(NEWER, ["a=1"], {})
+    launch = shell.read(NEWER.replace("\n", "\r\n"), ["a=1", "b=x y"], {"DEVICE": "gpu"})
+    assert launch.arguments == ("actor_rollout_ref.rollout.name=vllm", "a=1", "b=x y")
+    assert launch.launcher == ("nohup", "uv", "run", "--frozen")
+
+
 def test_values_that_are_not_needed_may_stay_unknown() -> None:
     text = "NOW=$(date)\nD=${DEVICE:-$(which x)}\n[ -f env.sh ] && source env.sh\npython3 -m verl.trainer.main_ppo a=1"
     assert shell.read(text, [], {}).arguments == ("a=1",)
@@ -535,6 +559,9 @@ def test_a_run_file_is_written_and_refused_keys_stop_a_run(tmp_path: Path) -> No
     tables = tomllib.loads((tmp_path / "run.toml").read_text())
     assert ended.code == 0 and tables["algorithm"]["samples_per_prompt"] == 4
     assert "# actor_rollout_ref.rollout.n" in (tmp_path / "run.toml").read_text()
+    runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seed=9", "--write", "set.toml", "--quiet")
+    assert tomllib.loads((tmp_path / "set.toml").read_text())["run"]["seed"] == 9
+    assert "the nearest is run.seed" in runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seeds=9", "--dry-run").error
     again = runs.command_here(tmp_path, "verl", *GRPO, "--write", "run.toml")
     assert again.code == 2 and "exists already" in again.error
     refused = runs.command_here(tmp_path, "verl", *GRPO, f"{ROLLOUT}.multi_turn.enable=True", "--quiet")

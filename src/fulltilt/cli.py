@@ -535,6 +535,7 @@ def run_translated(
     """Show a translation, save its run file, or train."""
     from fulltilt.compat import command
 
+    translation = command.overridden(translation, overrides or ())
     if write is not None:
         try:
             with open(write, "x", encoding="utf-8") as file:
@@ -557,7 +558,7 @@ def run_translated(
     from fulltilt.observe.console import Console
 
     console = Console(json=as_json, quiet=quiet)
-    show_result(api.train(translation.tables, overrides=overrides or (), console=console), console)
+    show_result(api.train(translation.tables, console=console), console)
 
 
 @app.command()

@@ -9,19 +9,20 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fulltilt.compat import hydra, shell
 from fulltilt.compat.chatlearn import CHATLEARN
 from fulltilt.compat.surroundings import Surroundings
-from fulltilt.compat.translate import KINDS, REMOVED, Answer, Table, Translation, translate
+from fulltilt.compat.translate import KINDS, REMOVED, Answer, Table, Translation, Value, translate
 from fulltilt.compat.verl import PPO
 from fulltilt.compat.verl_rules import ACTOR, MANAGERS
 from fulltilt.compat.verl_sft import NEWER, SFT
+from fulltilt.config import nearest
 from fulltilt.records import UserError
-from fulltilt.schema import toml_value
+from fulltilt.schema import keys, toml_value
 from fulltilt.words import either, many, printable, shortened
 
 LINE = 116
@@ -152,14 +153,14 @@ def _configuration(options: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[
         raise UserError(
             f"--config-name={name}: {own[0]} is not there, and verl has no such configuration. Known are {either(list(CONFIGURATIONS))}"
         )
-    keys = hydra.read_yaml(found)
-    beneath = keys.pop("defaults", [])
+    read = hydra.read_yaml(found)
+    beneath = read.pop("defaults", [])
     bases = [str(base) for base in (beneath if isinstance(beneath, list) else [beneath]) if base != "_self_"]
     if unknown := [base for base in bases if base not in CONFIGURATIONS]:
         raise UserError(
             f"{found}: its defaults name {shortened(unknown[0], 60)}, which is not read. Known are {either(list(CONFIGURATIONS))}"
         )
-    return keys, {key: value for base in bases for key, value in CONFIGURATIONS[base].items()}
+    return read, {key: value for base in bases for key, value in CONFIGURATIONS[base].items()}
 
 
 def _launcher(words: Sequence[str]) -> dict[str, Any]:
@@ -187,6 +188,21 @@ def from_chatlearn(
     given = {**hydra.read_yaml(path), **hydra.overrides(list(arguments))}
     values = hydra.resolved(given, CHATLEARN.defaults.get, environment)
     return translate(CHATLEARN, values, "chatlearn", seen, retune=retune)
+
+
+# ---- overrides of ours -------------------------------------------------------------------------------------------------------------
+
+
+def overridden(translation: Translation, overrides: Sequence[str]) -> Translation:
+    """The translation with keys of the run file set by hand. Whether they go together is checked where the run starts."""
+    values = dict(translation.values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if key not in keys() or not equals:
+            near = nearest(key, keys())
+            raise UserError(f"--set {override}: not KEY=VALUE with a key of a run file" + (f"; the nearest is {near}" if near else ""))
+        values[key] = Value(hydra.parsed(text), ("--set",), "", given=True)
+    return replace(translation, values={key: values[key] for key in keys() if key in values})
 
 
 # ---- for people and machines -------------------------------------------------------------------------------------------------------

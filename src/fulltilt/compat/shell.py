@@ -626,7 +626,7 @@ def tested(words: list[str], line: int) -> bool:
 def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Launch:
     """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
     script = Script(list(arguments), os.environ if environment is None else environment)
-    script.follow(list(tokens(text)))
+    script.follow(list(tokens(text.replace("\r\n", "\n"))))
     if not script.launches:
         raise UserError("no command in it starts a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`")
     if len(script.launches) > 1:

@@ -265,8 +265,13 @@ _USED = {name: f"{role}.{key}" for name, role, key in (
 
 BATCHES: tuple[Row, ...] = (
     Row(
-        f"{_USED['actor']} {ACTOR}.use_dynamic_batchsize training.use_dynamic_batchsize use_dynamic_batchsize",
+        _USED["actor"],
         rules.dynamic_batch("actor", *_ACTOR_MICRO),
+    ),
+    Row(
+        f"{ACTOR}.use_dynamic_batchsize training.use_dynamic_batchsize use_dynamic_batchsize",
+        rules.dynamic_batch("actor", *_ACTOR_MICRO),
+        note="one guide's spelling; verl's key is use_dynamic_bsz",
     ),
     Row(_USED["rollout"], same_as(_USED["actor"], what="all passes of the actor are batched alike", performance=True)),
     Row(_USED["ref"], rules.dynamic_batch("ref", *_REF_MICRO)),
@@ -394,7 +399,7 @@ TRAINING: tuple[Row, ...] = (
     Row(f"{SHARED}.full_determinism", switch("run.deterministic")),
     Row(f"{SHARED}.{{seed,forward_only,qat.*,turbo_config.*}}", nothing("there is nothing of this kind here: run.seed is the seed")),
     Row(
-        f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.fsdp_config.ulysses_sequence_parallel_size training.ulysses_degree ulysses_degree",
+        f"{ACTOR}.ulysses_sequence_parallel_size {ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
         to("train.sequence_parallel"),
         note="in verl it does nothing for models that it does not patch; here a size that cannot be is refused",
     ),
@@ -406,6 +411,11 @@ TRAINING: tuple[Row, ...] = (
     Row(
         f"{REWARD_MODEL}.ulysses_sequence_parallel_size {REWARD_MODEL}.model.fsdp_config.ulysses_sequence_parallel_size",
         to("reward_model.sequence_parallel"),
+    ),
+    Row(
+        "training.ulysses_degree ulysses_degree",
+        to("train.sequence_parallel"),
+        note="one guide's spelling; verl's key is ulysses_sequence_parallel_size",
     ),
     Row("training.sequence_parallel", nothing("one guide's switch; its size is ulysses_degree")),
     Row(
@@ -566,7 +576,12 @@ MODELS: tuple[Row, ...] = (
     Row(f"{CRITIC}.model.use_remove_padding {CRITIC}.model.use_rmpad", switch("critic.packing")),
     Row(f"{REWARD_MODEL}.model.use_remove_padding {REWARD_MODEL}.model.use_rmpad", switch("reward_model.packing")),
     Row(f"{MODEL}.truncate_padding", nothing(NO_PADDING)),
-    Row(f"{MODEL}.use_liger {MODEL}.use_liger_kernel training.use_liger_kernel use_liger_kernel", switch("train.fused_layers")),
+    Row(f"{MODEL}.use_liger", switch("train.fused_layers")),
+    Row(
+        f"{MODEL}.use_liger_kernel training.use_liger_kernel use_liger_kernel",
+        switch("train.fused_layers"),
+        note="one guide's spelling; verl's key is use_liger",
+    ),
     Row(
         f"{MODEL}.use_fused_kernels {MODEL}.use_fused_loss",
         switch("train.fused_head"),
@@ -628,7 +643,12 @@ GENERATION: tuple[Row, ...] = (
     Row(f"{ROLLOUT}.max_model_len", rules.long_enough()),
     Row(f"{ROLLOUT}.dtype", nothing("rollouts run the trainer's own weights, in their type")),
     Row(f"{ROLLOUT}.gpu_memory_utilization", rules.kv_bytes(f"{MODEL}.path", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name")),
-    Row(f"{ROLLOUT}.tensor_model_parallel_size {ROLLOUT}.tensor_parallel_size", to("rollout.tensor_parallel")),
+    Row(f"{ROLLOUT}.tensor_model_parallel_size", to("rollout.tensor_parallel")),
+    Row(
+        f"{ROLLOUT}.tensor_parallel_size",
+        to("rollout.tensor_parallel"),
+        note="one guide's spelling; verl's key is tensor_model_parallel_size",
+    ),
     Row(
         f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size,expert_parallel_size,moe_tensor_parallel_size}}",
         rules.one_size(None, "this division of the engine", "Use tensor_model_parallel_size, or --retune"),
