@@ -630,6 +630,7 @@ def test_a_whole_command_runs_two_steps_on_two_workers(name: str, tmp_path: Path
     prepare(tmp_path)
     ended = runs.command(tmp_path, "verl", "--quiet", *COMMANDS[name], seconds=800)
     assert ended.code == 0, ended.error
-    lines = runs.metrics(tmp_path)
+    before, *lines = runs.metrics(tmp_path)
+    assert "val/reward/mean" in before  # trainer.val_before_train
     assert len(lines) == 2 and all("actor/grad_norm" in line for line in lines)
     assert ("critic/vf_loss" in lines[-1]) == (name.startswith("PPO"))
