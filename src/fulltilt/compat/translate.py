@@ -11,7 +11,6 @@ A row has no code beside its conversion, a function of an `Ask`; the functions a
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
-from fulltilt import knobs
 from fulltilt.compat.surroundings import Surroundings
 from fulltilt.records import UserError
 from fulltilt.schema import Config, conditions, expanded, keys, legal_values, row_of, sections, shown, toml_value
@@ -485,14 +483,3 @@ def same_as(*names: str, what: str, performance: bool = False) -> Conversion:
         return Outcome("refused", f"{what}, and {names[0]} is {written(other)}. Give both the same value", performance=performance)
 
     return become
-
-
-def home(path: str) -> str:
-    return os.path.expanduser(path)
-
-
-__all__ = [
-    "KINDS", "NO_DEFAULT", "REMOVED", "Answer", "Ask", "Conversion", "Outcome", "Row", "Table", "Theirs", "Translation", "Value",
-    "WrongValue", "a_number", "knobs", "nothing", "number", "off", "only", "refused", "same_as", "sets", "switch", "to", "translate",
-    "truth", "whole", "written",
-]  # fmt: skip
