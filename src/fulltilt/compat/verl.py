@@ -155,10 +155,7 @@ ALGORITHM: tuple[Row, ...] = (
     ),
     Row("algorithm.use_pf_ppo", off("preference feedback PPO is not built")),
     Row("algorithm.pf_ppo.*", nothing("use_pf_ppo is off, as here")),
-    Row(
-        "algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
-        refused("write algorithm.reward_parts into the run file instead (--write)"),
-    ),
+    Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", rules.reward_parts),
     Row(
         f"{ACTOR}.{{calculate_entropy,calculate_sum_pi_squared,sum_pi_squared_checkpointing}}",
         nothing("computed where an algorithm needs it"),

@@ -896,3 +896,14 @@ def lora_alpha(ask: Ask) -> Outcome:
     if not ask.given and ask.has(f"{MODEL}.lora.rank"):
         return sets({"lora.alpha": 32.0})
     return sets({"lora.alpha": a_number(ask.value)})
+
+
+def reward_parts(ask: Ask) -> Outcome:
+    """GDPO's parts of the reward, and their weights."""
+    names, weights = ask.read("algorithm.gdpo_reward_keys"), ask.read("algorithm.gdpo_reward_weights")
+    if ask.read("algorithm.adv_estimator") != "gdpo" or not names:
+        return Outcome("means nothing", "only algorithm.adv_estimator=gdpo reads it, with gdpo_reward_keys")
+    numbers = [a_number(each) for each in weights] if weights else [1.0] * len(names)
+    if len(numbers) != len(names):
+        raise WrongValue(f"{len(names)} parts and {len(numbers)} weights: give a weight for each")
+    return sets({"algorithm.reward_parts": dict(zip(map(str, names), numbers, strict=True))})
