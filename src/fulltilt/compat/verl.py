@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fulltilt.compat import verl_rules as rules
-from fulltilt.compat.translate import Row, Table, nothing, number, off, only, refused, same_as, switch, to
+from fulltilt.compat.translate import Row, Table, nothing, number, off, only, same_as, switch, to
 from fulltilt.compat.verl_rules import ACTOR, CORRECTION, CRITIC, GPUS, MODEL, NODES, OVERLONG, REF, REWARD_MODEL, ROLLOUT
 
 NO_PADDING = "no batch is padded here"
