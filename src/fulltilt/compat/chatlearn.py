@@ -190,6 +190,11 @@ def recompute(ask: Ask) -> Outcome:
 
 
 def thinking(ask: Ask) -> Outcome:
+    """ChatLearn gives it to every chat template, whether that reads it or not; here what is not read is a mistake."""
+    path = str(ask.read(f"{POLICY}.load", f"{TRAINER}.load") or "")
+    template = ask.theirs.seen.chat_template(path)
+    if (template is not None and "enable_thinking" not in template) or (template is None and not ask.given and "qwen3" not in path.lower()):
+        return Outcome("means nothing", "the model's chat template does not read it")
     return sets({"data.template_args": {"enable_thinking": truth(ask.value)}}, "an argument of the chat template")
 
 

@@ -36,12 +36,25 @@ class Surroundings:
         found = [_sources(Path(os.path.expanduser(path))) if self.files else None for path in paths]
         return sorted({each for one in found for each in one or ()}) if found and None not in found else None
 
+    def chat_template(self, path: str) -> str | None:
+        """The text that holds a model's chat template."""
+        return _chat_template(Path(os.path.expanduser(path))) if self.files else None
+
     def weights(self, path: str, itemsize: int = 2) -> int | None:
         """Bytes of a model's parameters."""
         try:
             return sum(Shape.read(os.path.expanduser(path)).parameters_by_kind().values()) * itemsize if self.files else None
         except UserError:
             return None
+
+
+def _chat_template(folder: Path) -> str | None:
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            return (folder / name).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def _rows(path: Path) -> int | None:
