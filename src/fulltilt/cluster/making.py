@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
+from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import THREADS, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
@@ -106,26 +106,13 @@ def load_worker(
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
-    shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
-    if max(tensor, rollout) > 1:
-        copied = tensor != rollout or len(set(whole_experts)) > 1
-        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if copied else None, whole_experts).divide
-    steps: list[Callable[[str, torch.nn.Module], None]] = []
-    if grid.replicas:
-        steps.append(ExpertDivider(shared, grid.experts, order.sampled, shares_out(config, order.roles, grid.data)).divide)
-    if shares_out(config, order.roles, grid.data):
-        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
-        steps.append(sharer.share_out)
-        how["order"] = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
-
-    def loaded(role: str, model: torch.nn.Module) -> None:
-        for step in steps:
-            step(role, model)
-
-    how["loaded"] = loaded
+    shared = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0)
+    placing, by_role = place(order, config, device, grid, shared, whole_experts), list[str]()
+    if placing.sharer:
+        by_role = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
-        **how,
+        order=by_role, placing=placing,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
@@ -143,6 +130,22 @@ def load_worker(
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
     return worker
+
+
+def place(
+    order: WorkerOrder, config: Config, device: torch.device, grid: Grid, shared: SharedModels, whole_experts: tuple[bool, bool]
+) -> Placer:
+    """What divides the models and shares them out. All workers must call it at the same time. `whole_experts`: as `experts_of_members` says
+    it."""
+    tensor, rollout, sharer = grid.tensor.size, grid.rollout.size, None
+    if shares_out(config, order.roles, grid.data):
+        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
+    sampling = grid.rollout if tensor != rollout or len(set(whole_experts)) > 1 else None
+    divider = ModelDivider(shared, grid.tensor, sampling, whole_experts) if max(tensor, rollout) > 1 else None
+    experts = ExpertDivider(shared, grid.experts, order.sampled, sharer is not None) if grid.replicas else None
+    learned_whole = tensor == 1 and not experts and not sharer
+    whole = learned_whole or (order.sampled and rollout == 1)
+    return Placer(shared, whole, order.sampled, divider, experts, sharer)
 
 
 def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
