@@ -24,8 +24,10 @@ from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
+from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import neighbours
 from fulltilt.plan import (
@@ -130,8 +132,8 @@ def find_facts(
     )
 
 
-def role_facts(model: torch.nn.Module, *, learns: bool, apart: Collection[str] = ()) -> RoleFacts:
-    """`apart`: the parameters of experts that workers divide among themselves."""
+def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None = None) -> RoleFacts:
+    """`part`: given where this worker has a part of the model."""
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
     shape, parameters = shape_of(body.config), list(model.parameters())
@@ -142,17 +144,19 @@ def role_facts(model: torch.nn.Module, *, learns: bool, apart: Collection[str] =
         itemsize=body.dtype.itemsize,
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
-        sizes=parameter_sizes(model, learns=learns, apart=apart),
+        sizes=parameter_sizes(model, learns=learns, part=part),
     )
 
 
-def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, apart: Collection[str] = ()) -> Sizes:
+def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelPart | None = None) -> Sizes:
     """The sizes of a loaded model's parameters, those that learn first, as they lie in memory."""
     body = model.body if isinstance(model, ScalarModel) else model
     layers = getattr(body.base_model, "layers", None)  # type: ignore[union-attr]
     inside = {id(own): place for place, layer in enumerate(layers or ()) for own in layer.parameters()}
     parameters = dict(model.named_parameters())
     trained = {name: own for name, own in parameters.items() if learns and own.requires_grad and own.numel()}
+    cut = {name for name in parameters if part and not part.is_whole(name)}
+    apart = cut if isinstance(part, ExpertSplit) else ()
     runs = [*neighbours(trained), *([name] for name in parameters if name not in trained)]
     return tuple(
         ParameterSize(
@@ -163,6 +167,7 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, apart: Colle
             follows=name != run[0],
             scores=body is not model and name.startswith("score."),
             apart=name in apart,
+            cut=name in cut,
         )
         for run in runs
         for name in run

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
-from fulltilt.parallel.holdings import by_type
+from fulltilt.parallel.holdings import gathered_layouts
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
 from fulltilt.parallel.parcels import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
 from fulltilt.shape import DecoderLayer, Recompute, Shape
@@ -83,6 +83,7 @@ class RoleWork:
     passes: int = 0  # with gradient, in all of them: of the worker with the most, whose number the others fill up to
     scored: Sequence[int] = ()  # passes without gradient of each phase, of the worker with the most
     synced: int = 0  # how often a rollout engine gets the new values
+    parts: int = 1  # into which parameters are cut that the engine's model has whole, or in parts of another size
     sequence: SequenceWork | None = None  # where groups of workers share micro-batches; `passes` and `scored` are then those of a group
 
 
@@ -131,8 +132,10 @@ class RowTraffic:
 def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None) -> Counter[str]:
     """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines."""
     found: Counter[str] = Counter()
-    for role in roles if sharding.workers > 1 else ():
-        found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
+    for role in roles:
+        if sharding.workers > 1:
+            found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
+        found += of_sync(role, sharding)
     streams = [sum((of_sequence(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
     parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
     apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
@@ -169,15 +172,13 @@ def of_shards(role: RoleWork, sharding: Sharding) -> Counter[str]:
     found["all-gather"] += sum(outside + (passes if sharding.reshard else 1) * inside for passes in role.scored if passes)
     found["reduce-scatter"] = role.passes * sharding.group * learned
     found["all-reduce"] += role.passes * learned if sharding.group < sharding.workers else 0
-    found["all-gather"] += role.synced * sum(exchanged(own, sharding.group) for own in by_type(role.sizes))
     return found
 
 
-def exchanged(sizes: Sizes, workers: int) -> int:
-    """Bytes of whole parameters of one type, gathered in rounds of equal size."""
-    layout, itemsize = lay_out_rows(sizes, workers), sizes[0].itemsize
-    at_once = layout.in_a_round(itemsize)
-    return -(-layout.stretch // at_once) * at_once * workers * itemsize
+def of_sync(role: RoleWork, sharding: Sharding) -> Counter[str]:
+    """A rollout engine's model gets its new values, in rounds of equal size."""
+    layouts = gathered_layouts(role.sizes, sharding, role.parts)
+    return Counter({"all-gather": role.synced * sum(layout.gathered_bytes(itemsize) for layout, itemsize in layouts)})
 
 
 # ---- passes that several workers compute together ----------------------------------------------------------------------------------------
