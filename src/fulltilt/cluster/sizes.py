@@ -46,7 +46,7 @@ from fulltilt.plan import (
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model
-from fulltilt.shape import UnknownParameters
+from fulltilt.shape import LayerDivision, UnknownParameters
 
 ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
@@ -124,7 +124,7 @@ def find_facts(
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
         kv_bytes_per_token=bytes_per_token(layers, sampled.dtype) if sampled is not None else None,
-        not_captured=why_not_captured(sampled) if sampled is not None else None,
+        not_captured=why_no_graphs(sampled) if sampled is not None else None,
         layers=fused,
         sharding=sharding,
         parts=grid.tensor.size,
@@ -132,11 +132,17 @@ def find_facts(
     )
 
 
+def why_no_graphs(model: PreTrainedModel) -> str | None:
+    """Why no CUDA graph can hold a decoding step of the model, as far as is known; None: one can."""
+    part = Head.of(model).part
+    return why_not_captured(model) or (part.not_captured if part else None)
+
+
 def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None = None) -> RoleFacts:
     """`part`: given where this worker has a part of the model."""
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
-    shape, parameters = shape_of(body.config), list(model.parameters())
+    shape, parameters, parts = shape_of(body.config), list(model.parameters()), part.ranks.size if part else 1
     return RoleFacts(
         shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
@@ -145,6 +151,7 @@ def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None =
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
         sizes=parameter_sizes(model, learns=learns, part=part),
+        division=LayerDivision(experts=parts) if isinstance(part, ExpertSplit) else LayerDivision(members=parts),
     )
 
 
