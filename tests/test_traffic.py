@@ -432,7 +432,7 @@ DIVIDED_CASES = [
     for model, (_, size, _) in DIVIDED.items()
     for shard in ("optimizer", "full")
     for workers in (2, 4)
-    if size <= workers and (shard == "full") <= (workers > size)
+    if size <= workers and (shard == "full") <= (workers > size or "experts" in model)
 ]
 
 
