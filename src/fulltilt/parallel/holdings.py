@@ -91,7 +91,6 @@ def rollout_bytes(sizes: Sizes, sharding: Sharding) -> int:
     return twin_bytes(sizes, sharding) if sharding.parameters else 0
 
 
-@cache
 def bucket_bytes(sizes: Sizes, sharding: Sharding, parts: int = 1) -> int:
     """The buffer through which a rollout engine's model gets new values; 0: no number comes from another worker. `parts`: those of each
     parameter that is cut, which the model needs in another way; 1: it needs what this worker has a part of."""
