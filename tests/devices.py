@@ -126,8 +126,10 @@ class Notes:
 
     def sampled_from(self) -> Whole | None:
         """The whole actor, or part of it, that a rollout engine has beside the shards; None where there is none with the latest weights, or
-        one that is divided in another way."""
-        twin = None if isinstance(self.worker.twin, RolloutCopy) else self.worker.twin
+        one that is divided in another way than layers are."""
+        twin = self.worker.twin
+        if isinstance(twin, RolloutCopy) and (twin.target or not self.parts().apart):
+            return None
         return {name: as_array(own).reshape(-1) for name, own in twin.model.named_parameters()} if twin and twin.current else None
 
     def skipped(self) -> dict[str, int]:

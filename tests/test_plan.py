@@ -13,6 +13,7 @@ from typing import Any
 import plans
 import pytest
 
+from fulltilt import footprint
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.plan import (
     SLACK,
@@ -233,6 +234,20 @@ def test_the_estimate_knows_which_layers_are_recomputed() -> None:
     for keys, away in (({}, False), ({"recompute_layers": 4}, True), ({"recompute_layers": 28, "recompute_method": "uniform"}, True)):
         found = settled(where, actor={"token_budget": tokens}, train={"recompute": "full", **keys}).settings["actor"]
         assert found.offload_activations == away, keys
+
+
+def test_the_estimate_knows_that_layers_are_divided() -> None:
+    """Members of a group gather hidden states before each block; heads, columns and logits are those of one of them, of all tokens."""
+    actor, tokens, none = transformer(7, head=True), 16384, {"recompute": "none"}
+    gathered = [actor.part(parts).kept_bytes(none) - actor.kept_bytes(none) for parts in (1, 2, 4)]
+    hidden = 2 * actor.shape.width * (2 * len(actor.shape.layers) + 1)
+    assert gathered[0] == 0 and 1 < gathered[1] / hidden < 1.1 and 3 < gathered[2] / hidden < 3.3
+    whole, part = actor.head_bytes(4 * tokens, none, False), actor.part(4).head_bytes(4 * tokens, none, False)
+    assert part < whole
+    assert actor.part(4).update_bytes(tokens, none) >= tokens * actor.part(4).kept_bytes(none) + part
+    for parts in (1, 4):
+        where = replace(hardware(actor=actor.part(parts), longest=100_000), parts=parts)
+        assert micro_batch_tokens(config(), where, "actor", {}, 1) == 100_000 // parts
 
 
 def test_the_layers_of_another_role_are_not_those_of_auto() -> None:
@@ -522,6 +537,8 @@ def test_published_configurations_run_as_they_did(shape: str, roles: tuple[str, 
     )  # fmt: skip
     actor = {"actor": RoleFacts.of_shape(Shape.named(shape), given, "cuda", learns=True)}
     assert decode_bytes(given, Facts("cuda", 0, 0, actor, 512, 1), 1024) == DECODING[shape]
+    eager = decode_bytes(given, Facts("cuda", 0, 0, actor, 512, 1, not_captured="its group exchanges numbers through the host"), 1024)
+    assert DECODING[shape] - eager == footprint.GRAPH_BYTES * 2 * len(footprint.sizes_up_to(1024))
 
 
 def test_more_than_the_memory_can_hold_is_refused_by_the_key_that_asks_for_it() -> None:

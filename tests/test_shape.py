@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import devices
 import models
 import pytest
+import test_tensor_parallel as tensor
 import torch
+import torch.distributed as dist
 from layers import apply_recompute
 from transformers import (
     AutoConfig,
@@ -35,12 +38,16 @@ from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import FAMILIES as FUSED
 from fulltilt.model.fuse import fuse
+from fulltilt.model.load import shape_of
 from fulltilt.model.verify import verify
+from fulltilt.parallel.experts import ExpertExchange, split_experts
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.tensor import split
 from fulltilt.plan import Facts, make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import Config, LoraConfig
-from fulltilt.shape import FAMILIES, SHAPES, Recompute, Shape, UnknownParameters
+from fulltilt.shape import FAMILIES, SHAPES, LayerDivision, Recompute, Shape, UnknownParameters
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -328,3 +335,72 @@ def test_other_families_keep_about_what_is_said(family: str, about: float, monke
     config = models.FAMILIES[family]()
     expected = TOKENS * Shape.from_config(as_written(config)).kept_bytes(2, fused=False)
     assert kept_by(small(config, torch.bfloat16), TOKENS, monkeypatch) == pytest.approx(expected, rel=about)
+
+
+# -- what layers keep that workers divide among themselves ------------------------------------------------------------------------------
+
+
+class DividedWorker:
+    """A worker that has a part of a model, in a process of the pool."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.everyone = Ranks(rank, size, dist.group.WORLD)
+
+    def kept(self, case: tensor.Case, kinds: Sequence[Recompute], divided: bool) -> list[tuple[int, list[int]]]:
+        """Bytes kept between the passes, under each setting, and rows that came for this worker's experts. `divided`: experts are."""
+        members, found = self.everyone.line(case.size), list[tuple[int, list[int]]]()
+        for setting in kinds:
+            model, rows, run = tensor.build(case), list[int](), ExpertExchange._run_own
+            split_experts(model, members) if divided else split(model, members)
+            tensor.finish(model, case)
+
+            def counted(own: ExpertExchange, module: Any, given: torch.Tensor, received: torch.Tensor, run: Any = run) -> torch.Tensor:
+                rows.append(len(given))  # noqa: B023 (called before the next turn)
+                return run(own, module, given, received)  # type: ignore[no-any-return]
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(ExpertExchange, "_run_own", counted)
+                found.append((kept_by(model, MANY, patched, setting), rows))
+        return found
+
+
+def make_divided(member: devices.Member) -> DividedWorker:
+    return DividedWorker(member.rank, dist.get_world_size())
+
+
+MANY = 16
+OF_TENSOR = [tensor.Case("qwen2", 2, dtype="bfloat16"), tensor.Case("qwen3", 4, {"num_key_value_heads": 1}, dtype="bfloat16")]
+OF_TENSOR_MATRIX = [
+    tensor.Case(family, size, dtype=dtype) for family in ("qwen2", "llama", "qwen3") for size in (2, 4) for dtype in ("bfloat16", "float32")
+]
+
+
+@pytest.mark.parametrize("case", [*OF_TENSOR, *(pytest.param(case, marks=pytest.mark.matrix) for case in OF_TENSOR_MATRIX)], ids=str)
+def test_members_of_a_group_keep_what_is_said(pool_of_devices: devices.Pool, case: tensor.Case) -> None:
+    """To the byte. Each has some of the tokens between layers, and some heads and columns of all tokens."""
+    pool, kinds = devices.Guests(pool_of_devices, "test_shape:make_divided"), SETTINGS[:3]
+    shape, itemsize = shape_of(tensor.build(case).config), getattr(torch, case.dtype).itemsize
+    division = LayerDivision(members=case.size)
+    expected = [MANY // case.size * shape.kept_bytes(itemsize, fused=False, recompute=setting, division=division) for setting in kinds]
+    for own in pool.start("kept", [(case, kinds, False)] * pool.size, what="kept").results():
+        assert [count for count, _ in own] == expected
+    whole = MANY * shape.kept_bytes(itemsize, fused=False)
+    assert expected[0] < 0.8 * whole
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("qwen3-moe", 2), *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("qwen3-moe", 4), ("mixtral", 2), ("mixtral", 4)))],
+)
+def test_workers_keep_the_rows_that_come_for_their_experts(pool_of_devices: devices.Pool, family: str, size: int) -> None:
+    """Without Triton's kernels experts keep their activated gate as well."""
+    case, pool = tensor.Case(family, size, dtype="bfloat16"), devices.Guests(pool_of_devices, "test_shape:make_divided")
+    shape, totals = shape_of(tensor.build(case).config), [0, 0]
+    divided = [layer.experts for layer in shape.layers if layer.experts]
+    sent, gate = sum(MANY * layer.active for layer in divided), 2 * divided[0].inner
+    for ((found, rows),) in pool.start("kept", [(case, SETTINGS[:1], True)] * pool.size, what="kept").results():
+        division = LayerDivision(experts=size, arriving=sum(rows) / sent)
+        assert found == pytest.approx(MANY * shape.kept_bytes(2, fused=False, division=division) + sum(rows) * gate, rel=0.02)
+        on_average = MANY * shape.kept_bytes(2, fused=False, division=LayerDivision(experts=size)) + sent * gate
+        totals = [totals[0] + found, totals[1] + on_average]
+    assert totals[0] == pytest.approx(totals[1], rel=0.02)  # as many rows come as are sent, all workers together

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import devices
 import models
@@ -16,15 +17,33 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from test_rollout import ROOMY, random_prompts
 from test_tensor_parallel import ALL, BIASED, STACKED, UNEVEN, Case, TensorWorker, build, call, finish
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fulltilt.batching.pack import pack
+from fulltilt.cluster.sizes import parameter_sizes
+from fulltilt.model.arrays import local
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.heads import Head
 from fulltilt.model.verify import run_packed
-from fulltilt.parallel.cuts import vocabulary_rows
-from fulltilt.parallel.tensor import member_layers
+from fulltilt.parallel import layout, ranks
+from fulltilt.parallel.apply import shard, share, with_experts
+from fulltilt.parallel.cuts import Cut, Section, vocabulary_rows
+from fulltilt.parallel.exchange import Division, spread
+from fulltilt.parallel.experts import split_experts
+from fulltilt.parallel.grid import Grid
+from fulltilt.parallel.holdings import bucket_bytes, gathered_layouts
+from fulltilt.parallel.layout import Sharding
+from fulltilt.parallel.parts import RolloutCopy
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.slices import slice_table, take_part
+from fulltilt.parallel.tensor import member_layers, split
+from fulltilt.parallel.traffic import RoleWork, predict
+from fulltilt.parallel.twin import over_same_memory, part_memory
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import WORK, CapturedStep, count_nothing
@@ -293,3 +312,158 @@ def assert_same(own: Generated, expected: Generated) -> None:
     assert np.allclose(own.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
     counted = ("preemptions", "shared_tokens", "prefill_tokens", "decode_tokens", "passes")
     assert all(getattr(own.stats, name) == getattr(expected.stats, name) for name in counted)
+
+
+# ---- weights for an engine whose model is divided in another way -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair(Case):
+    """A model that learns, divided among `size` members, and one for an engine, divided among `sampled`. On four workers."""
+
+    sampled: int = 1
+    experts: int = 1
+    full: bool = False
+    bucket: int = 3000  # bytes
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} sampled by {self.sampled}"
+
+
+class CountedAllocations(TorchDispatchMode):
+    """The bytes of all storages that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+                self.bytes += each.untyped_storage().nbytes()
+        return found
+
+
+class CopyingWorker:
+    """A worker that learns, and has a copy of the model for an engine."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.everyone = Ranks(rank, size, dist.group.WORLD)
+
+    def copy(self, case: Pair) -> dict[str, Any]:
+        """What the copy has after two changes of the model that learns, and what they took."""
+        grid, model = Grid.of(self.everyone, case.size, case.experts, case.sampled), build(case)
+        copied = over_same_memory(model)
+        target = split(copied, grid.rollout) if case.sampled > 1 else None
+        part = split(model, grid.tensor) if case.size > 1 else split_experts(model, grid.experts) if case.experts > 1 else None
+        sizes = parameter_sizes(model, part=part)
+        part_memory(copied, model)
+        shards = None
+        if case.full:
+            sharing = share(grid.data, "cpu")
+            shards = shard(model, with_experts(sharing, grid.replicas, "cpu") if grid.replicas else sharing)
+        made, version, calls = RolloutCopy(copied, target), 0, list[int]()
+        with patch.object(layout, "EXCHANGE_BYTES", case.bucket), torch.no_grad():
+            made.follow(model, part, shards, lambda: version)
+            sharding = Sharding("full" if case.full else "optimizer", grid.data.size, grid.data.size, experts=case.experts)
+            parts = max(case.size, case.experts)
+            expected = {"bucket": bucket_bytes(sizes, sharding, parts)}
+            expected["rounds"] = sum(
+                own.rounds(itemsize) * ((own.workers > 1) + (own.parts > 1)) for own, itemsize in gathered_layouts(sizes, sharding, parts)
+            )
+            expected["moved"] = predict([RoleWork(sizes, 8, synced=1, parts=parts)], sharding)["all-gather"]
+        addresses = [own.data_ptr() for own in copied.parameters()]
+        made.sync()
+        assert made.current
+        with torch.no_grad():
+            for own in model.parameters():
+                local(own).mul_(1.5)
+        version, gather = version + 1, ranks.gather_into
+        assert not made.current
+        moved = self.everyone.moved["all-gather"]
+
+        def counted(flat: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+            calls.append(flat.nbytes)
+            gather(flat, own, group=group)
+
+        with CountedAllocations() as allocated, patch.object(ranks, "gather_into", counted):
+            made.sync()
+        assert made.current and addresses == [own.data_ptr() for own in copied.parameters()]
+        found = {"bucket": made.bucket.nbytes, "rounds": len(calls), "moved": self.everyone.moved["all-gather"] - moved}
+        values = {name: devices.as_array(own) for name, own in copied.named_parameters()}
+        return {"values": values, "expected": expected, "found": found, "allocated": allocated.bytes, "place": grid.rollout.rank}
+
+
+def make_copying(member: devices.Member) -> CopyingWorker:
+    return CopyingWorker(member.rank, dist.get_world_size())
+
+
+PAIRS = [
+    Pair("qwen2", 2, UNEVEN, sampled=4),
+    Pair("qwen3-moe", 1, experts=2, full=True, sampled=2),
+    Pair("phi3", 2, full=True, sampled=1, dtype="bfloat16"),
+    Pair("llama", 1, BIASED, adapters=ALL, sampled=2),
+]
+PAIRS_MATRIX = [
+    Pair(family, size, full=full, experts=parts, sampled=sampled, bucket=bucket)
+    for family in ("qwen2", "gemma2", "phi3", "qwen3-moe", "mixtral")
+    for size, full, parts, sampled in [
+        *[(size, full, 1, sampled) for size, full in ((1, False), (1, True), (2, False), (2, True), (4, False)) for sampled in (1, 2, 4)],
+        *[(1, full, parts, sampled) for full in (False, True) for parts in (2, 4) for sampled in (1, 2, 4)],
+    ]
+    if (size, full, parts) != (1, False, 1) or sampled > 1
+    if size == 1 or size != sampled
+    if parts == 1 or "mo" in family or "mix" in family
+    for bucket in (700, 1 << 26)
+]
+
+
+@pytest.mark.parametrize("case", [*PAIRS, *(pytest.param(case, marks=pytest.mark.matrix) for case in PAIRS_MATRIX)], ids=str)
+def test_a_copy_that_is_divided_in_another_way_gets_the_same_bits(pool_of_devices: devices.Pool, case: Pair) -> None:
+    """Through a buffer of bounded size, with as many collectives as fill it."""
+    pool = devices.Guests(pool_of_devices, "test_tensor_rollout:make_copying")
+    whole = build(case)
+    wanted, learning = dict[str, torch.Tensor](), {name for name, own in whole.named_parameters() if own.requires_grad}
+    for name, own in whole.named_parameters():
+        wide = own.detach().to(torch.promote_types(own.dtype, torch.float32)) if case.full else own.detach()
+        wanted[name] = (wide * 1.5).to(own.dtype) if name in learning else own.detach()
+    cuts = slice_table(whole, case.sampled).cuts if case.sampled > 1 else None
+    found = pool.start("copy", [(case,)] * pool.size, what="copy").results()
+    for own in found:
+        assert own["found"] == found[0]["expected"] and own["allocated"] == 0  # the first worker has the largest parts
+        assert (own["found"]["bucket"] <= case.bucket and own["found"]["rounds"] < len(learning)) or case.bucket < 1 << 26
+        for name, numbers in own["values"].items():
+            part = take_part(cuts[name], wanted[name], own["place"]) if cuts else wanted[name]
+            assert np.array_equal(numbers, devices.as_array(part)), name
+
+
+@given(st.data())
+def test_numbers_of_any_parts_reach_their_places(data: st.DataObject) -> None:
+    """Parts that members have, each shared out by rows among workers, to parts of another size, in pieces."""
+    size, other, workers = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+
+    def cut_of(members: int, dim: int) -> Cut | None:
+        if members == 1:
+            return None
+        lengths = data.draw(st.sampled_from([(shape[dim],), (shape[dim] // 2, shape[dim] - shape[dim] // 2)]))
+        return Cut(dim, tuple(Section(length, -(-length // members)) for length in lengths if length))
+
+    held, wanted = (cut_of(members, data.draw(st.integers(0, len(shape) - 1))) for members in (size, other))
+    whole = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64).view(shape)
+    for place in range(other):
+        target = torch.zeros(wanted.shape(shape, place) if wanted else shape, dtype=whole.dtype)
+        division = Division(cuts={"x": held} if held else None, wanted={"x": wanted} if wanted else None, place=place)
+        for rank in range(size):
+            part = take_part(held, whole, rank) if held else whole
+            each = -(-part.shape[0] // workers) * part[0:1].numel()
+            numbers = torch.nn.functional.pad(part.reshape(-1), (0, workers * each - part.numel()), value=-1.0).view(workers, each)
+            step = data.draw(st.integers(1, each + 1))
+            for first in range(0, each, step):
+                for into, given_numbers in spread(
+                    numbers[:, first : first + step], first, part.shape, division.overlaps("x", shape, rank), target
+                ):
+                    into.copy_(given_numbers)
+        assert torch.equal(target, take_part(wanted, whole, place) if wanted else whole)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import devices
 import numpy as np
 import pytest
 import runs
+import test_expert_parallel as experts
 import test_tensor_parallel as tensor
 import torch
 
@@ -26,17 +28,25 @@ from fulltilt.cluster.sizes import parameter_sizes
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.load import shape_of
+from fulltilt.parallel.experts import ExpertExchange, expert_table
 from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.sequence import SequenceGroup
+from fulltilt.parallel.shard import neighbours
+from fulltilt.parallel.slices import slice_table
 from fulltilt.parallel.traffic import (
     FILLER,
+    ExpertPass,
+    ExpertWork,
     Reads,
     RoleWork,
     SequenceWork,
     Stream,
+    TensorWork,
+    expert_pass,
+    most_received,
     predict,
     sent_bytes,
     shared_adapter_numbers,
@@ -411,3 +421,155 @@ def test_members_of_a_tensor_parallel_group_move_what_is_predicted(
     else:
         return  # a family whose parameters are not known without its weights
     assert [summed for _, summed, _ in found] == [{"all-reduce": shared * itemsize}] * pool.size
+
+
+# ---- whole steps of models that are divided ----------------------------------------------------------------------------------------------
+
+DIVIDED = {
+    "tensor": ("llama-tied", 2, ("train.tensor_parallel=2",)),
+    "tensor, lora": ("qwen2", 2, ("train.tensor_parallel=2", "lora.rank=4")),
+    "tensor, ppo": ("qwen2", 2, ("train.tensor_parallel=2", *PPO, "train.recompute=full")),
+    "experts": ("qwen3-moe", 2, ("train.expert_parallel=2", "train.recompute=full")),
+    "four experts": ("mixtral", 4, ("train.expert_parallel=4",)),
+    "experts, bfloat16": ("qwen3-moe", 2, ("train.expert_parallel=2", "model.dtype=bfloat16", "train.recompute=selective")),
+}
+DIVIDED_QUICK = {("tensor, ppo", "full", 4), ("experts", "optimizer", 4)}
+DIVIDED_CASES = [
+    (model, shard, workers)
+    for model, (_, size, _) in DIVIDED.items()
+    for shard in ("optimizer", "full")
+    for workers in (2, 4)
+    if size <= workers and (shard == "full") <= (workers > size or "experts" in model)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "shard", "workers"),
+    [pytest.param(*case, marks=() if case in DIVIDED_QUICK else pytest.mark.matrix) for case in DIVIDED_CASES],
+)
+def test_workers_with_parts_of_models_move_what_is_predicted(
+    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, model: str, shard: str, workers: int
+) -> None:
+    """Where routers decide what a worker sends, all workers together."""
+    family, size, overrides = DIVIDED[model]
+    folder = runs.make(tmp_path / "run", model_folders(family))
+    in_layers = "train.tensor_parallel=2" in overrides
+    with pool_of_devices.assembled(folder, 1, *EACH_ROW, *(each for each in overrides if "parallel" not in each)) as parts:
+        learners: dict[str, Any] = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
+        parameters = {role: sizes_of_part(learner, size, in_layers) for role, learner in learners.items()}
+        itemsize = learners["actor"].dtype.itemsize
+    with pool_of_devices.assembled(folder, workers, *EACH_ROW, *SHARDED[shard], *overrides) as parts:
+        settings, before = parts.plan.roles, [Counter(own) for own in pool_of_devices.ask("note", "moved", ())[:workers]]
+        metrics = metrics_of_a_step(parts)
+        after = [Counter(own) for own in pool_of_devices.ask("note", "moved", ())[:workers]]
+    groups, shape = workers // (size if in_layers else 1), Shape.read(model_folders(family))
+    sharding = Sharding(shard, groups, groups, experts=1 if in_layers else size)  # type: ignore[arg-type]
+    work, dealing = [], DealtStreams(1, groups)
+    lengths = [row.tokens for row in made_up_rows()]
+    for role, own in parameters.items():
+        recompute = Recompute(settings[role].recompute, settings[role].recompute_layers, settings[role].recompute_method)
+        steps, scored = dealing.update(lengths), dealing.dealt(range(ROWS), lengths) if role == "actor" else []
+        passes = sum(max(map(len, each)) for each in steps)
+        updates = [[stream for each in steps for stream in each[place]] for place in range(groups)]
+        phases = [max(map(len, scored))] if scored else []
+        made = RoleWork(own, itemsize, UPDATES, passes, phases, synced=int(role == "actor"), parts=1 if in_layers else size)
+        if in_layers:
+            reads: Reads = "entropy" if role == "actor" else "value"
+            learns: Any = "adapters" if "lora.rank=4" in overrides else "all"
+            made = replace(made, tensor=TensorWork(shape, size, updates, scored, reads, learns, recompute))
+        else:
+            tokens = [[[ExpertPass(stream.tokens) for stream in each] for each in streams] for streams in (updates, scored)]
+            made = replace(made, experts=ExpertWork(shape, *tokens, recompute))
+        work.append(made)
+    expected = predict(work, sharding)
+    found = {kind: max(own[kind] - earlier[kind] for own, earlier in zip(after, before, strict=True)) for kind in expected}
+    if in_layers:
+        assert found == expected
+        assert communication(metrics) == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
+        return
+    kind = "all-to-all"
+    assert {**found, kind: 0} == {**expected, kind: 0}
+    sent = sum(own[kind] - earlier[kind] for own, earlier in zip(after, before, strict=True))
+    each = [predict([replace(work[0], experts=alone(work[0].experts, rank))], sharding)[kind] for rank in range(workers)]
+    assert sent == sum(each)
+
+
+def alone(work: ExpertWork | None, rank: int) -> ExpertWork:
+    """The work of one worker, as if all had the same."""
+    assert work
+    updates, scored = ([given[rank]] * len(given) for given in (work.updates, work.scored))
+    return replace(work, updates=updates, scored=scored)
+
+
+def sizes_of_part(model: Any, size: int, in_layers: bool) -> tuple[ParameterSize, ...]:
+    """The sizes of the first worker's part of a whole model, which learns."""
+    table = slice_table(model, size) if in_layers else expert_table(model, size)
+    found = []
+    for own, name in zip(parameter_sizes(model), ordered_names(model), strict=True):
+        shape = table.cuts[name].shape(own.shape, 0)
+        cut = shape != own.shape
+        found.append(replace(own, shape=shape, cut=cut, apart=cut and not in_layers))
+    return tuple(found)
+
+
+def ordered_names(model: Any) -> list[str]:
+    """The names of parameters in the order of `parameter_sizes`."""
+    parameters = dict(model.named_parameters())
+    trained = {name: own for name, own in parameters.items() if own.requires_grad and own.numel()}
+    return [*(name for run in neighbours(trained) for name in run), *(name for name in parameters if name not in trained)]
+
+
+class CountingExperts(experts.ExpertWorker):
+    """A worker that tells what it sends, and how many rows it gets, in each pass."""
+
+    def count(self, case: experts.ExpertCase, recompute: Recompute) -> tuple[list[int], list[list[int]]]:
+        made, received, sent = self.split(case), list[list[int]](), list[int]()
+        apply_recompute(made.model, recompute)
+        run = ExpertExchange._run_own
+
+        def counted(own: ExpertExchange, module: Any, rows: torch.Tensor, of_each: torch.Tensor) -> torch.Tensor:
+            received[-1].append(len(rows))
+            return run(own, module, rows, of_each)
+
+        with patch.object(ExpertExchange, "_run_own", counted):
+            for micro in case.stream(self.all[case.ranks].rank):
+                received.append([])
+                before = made.ranks.moved["all-to-all"]
+                tensor.learn(made.model, case, [micro])
+                sent.append(made.ranks.moved["all-to-all"] - before)
+        return sent, received
+
+
+def make_experts(member: devices.Member) -> CountingExperts:
+    return CountingExperts(member.rank, devices.SIZE)
+
+
+EXPERT_CASES = [
+    (experts.ExpertCase("qwen3-moe", 2, workers=4), FULL),
+    *[
+        pytest.param(experts.ExpertCase(family, size, workers=4), recompute, marks=pytest.mark.matrix)
+        for family in ("qwen3-moe", "mixtral", "qwen2-moe")
+        for size in (2, 4)
+        for recompute in (Recompute(), SELECTIVE, Recompute("full", layers=1))
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "recompute"), EXPERT_CASES, ids=lambda given: f"{given.kind} {given.layers}" if isinstance(given, Recompute) else str(given)
+)
+def test_what_a_worker_sends_follows_from_the_rows_that_come_to_it(
+    pool_of_devices: devices.Pool, case: experts.ExpertCase, recompute: Recompute
+) -> None:
+    pool = devices.Guests(pool_of_devices, "test_traffic:make_experts")
+    found = pool.start("count", [(case, recompute)] * pool.size, what="count").results()
+    shape = shape_of(tensor.build(case).config)
+    layers = [layer.experts for layer in shape.layers if layer.experts]
+    for rank, (sent, received) in enumerate(found):
+        for place, (micro, count, rows) in enumerate(zip(case.stream(rank), sent, received, strict=True)):
+            of_layers = rows[: len(layers)]  # then those that are computed again, in another order
+            expected = expert_pass(shape, 8, ExpertPass(len(micro.ids), of_layers), learns=True, recompute=recompute)
+            assert expected == {"all-to-all": count}
+            members = range(rank - rank % case.size, rank - rank % case.size + case.size)
+            tokens = sum(len(case.stream(member)[place].ids) for member in members)
+            assert all(own <= most_received(layer, case.size, tokens) for own, layer in zip(of_layers, layers, strict=True))

@@ -20,7 +20,7 @@ from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, pass
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model, shares_parameters
-from fulltilt.shape import Recompute, Shape
+from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
@@ -91,6 +91,7 @@ class RoleFacts:
     fused: bool = False  # whether its layers run fused
     vocabulary_head: bool = True  # False: a critic or a reward model
     sizes: Sizes = ()  # what its parameters have, where the model is loaded
+    division: LayerDivision = WHOLE_LAYERS  # how workers divide its layers; `shape` is that of whole ones
 
     @staticmethod
     def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:
@@ -109,7 +110,8 @@ class RoleFacts:
     def part(self, parts: int) -> RoleFacts:
         """The facts of a worker that has one of so many parts of the model, which is not loaded."""
         shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
-        return replace(self, shape=shape, parameter_bytes=self.parameter_bytes // parts, trained=self.trained // parts)
+        division, of_part = LayerDivision(parts), {"parameter_bytes": self.parameter_bytes // parts, "trained": self.trained // parts}
+        return replace(self, shape=shape, division=division, **of_part)  # type: ignore[arg-type]
 
     def with_experts(self, size: int) -> RoleFacts:
         """The facts of a worker that has the experts of one of so many workers, of a model that is not loaded."""
@@ -140,8 +142,8 @@ class RoleFacts:
                     yield ParameterSize((own,), self.itemsize, learns, layer)
 
     def kept_bytes(self, keys: Mapping[str, Any]) -> int:
-        """Bytes that a token of a micro-batch holds until its backward pass."""
-        kept = self.shape.kept_bytes(self.itemsize, fused=self.fused, recompute=recomputing(keys))
+        """Bytes that a token of a micro-batch holds until its backward pass; one of a member's own, where members divide layers."""
+        kept = self.shape.kept_bytes(self.itemsize, fused=self.fused, recompute=recomputing(keys), division=self.division)
         return int(ACTIVATION_MARGIN * kept)
 
     def working_bytes(self, keys: Mapping[str, Any]) -> int:
@@ -150,12 +152,15 @@ class RoleFacts:
         layers = self.shape.layers
         units = recomputing(keys).units(len(layers))
         again = max(map(len, units)) if units and units[-1].stop == len(layers) else 0
-        largest = max((self.shape.layer_bytes(layer, self.itemsize, fused=self.fused) for layer in set(layers)), default=0)
+        of_layers = (self.shape.layer_bytes(layer, self.itemsize, fused=self.fused, division=self.division) for layer in set(layers))
+        largest = max(of_layers, default=0)
         return int(ACTIVATION_MARGIN * largest * (1 + again))
 
     def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
-        """About the most bytes that a micro-batch of `tokens` tokens takes. The head is done before the layers' backward pass begins."""
-        return tokens * self.kept_bytes(keys) + max(self.head_bytes(tokens, keys, entropy_gradient), tokens * self.working_bytes(keys))
+        """About the most bytes that a micro-batch takes of which a worker has `tokens` tokens. The head is done before the layers' backward
+        pass begins; each member of a group has a part of the logits of all tokens."""
+        of_head = self.head_bytes(tokens * self.division.members, keys, entropy_gradient)
+        return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
 
     def head_bytes(self, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
         """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
@@ -317,7 +322,8 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
         for layer in set(shape.layers)
     )
     of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
-    of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, facts.device) else 0  # with top-k and top-p, and without
+    captured = uses_graphs(config, facts.device) and not facts.not_captured
+    of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if captured else 0  # with top-k and top-p, and without
     of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
     return found + of_attention + footprint.sampling_bytes(rows, vocabulary) + of_layer + of_graphs + of_trials
 
@@ -836,9 +842,10 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
 
 
 def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int], sharing: int) -> int:
-    """Tokens that a worker has of the largest micro-batch of an update, which `sharing` workers compute together."""
+    """Tokens that a worker has of the largest micro-batch of an update, of which `sharing` workers compute a part each, or as many groups
+    that divide layers."""
     section = config.critic if role == "critic" else config.actor
-    longest = -(-longest_row(config, facts) // sharing)
+    longest = -(-longest_row(config, facts) // (sharing * facts.parts))
     if not section.dynamic_batch and section.micro_batch:
         return section.micro_batch * longest
     return max(update_budget(config, facts.device, role, budgets), longest)

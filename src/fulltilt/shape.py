@@ -145,6 +145,26 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True)
+class LayerDivision:
+    """How workers divide the layers of a model among themselves. This class: not at all."""
+
+    members: int = 1  # of a tensor-parallel group
+    experts: int = 1  # workers that have all experts
+    arriving: float = 1.0  # rows that come to a worker's experts for each one that it sends: 1 on average, if routers are balanced
+
+    def own(self, layer: DecoderLayer) -> DecoderLayer:
+        """The heads and columns that a member of a tensor-parallel group has."""
+        experts, size = layer.experts, self.members
+        if experts:
+            experts = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
+        heads, key_heads = (max(1, count // size) for count in (layer.heads, layer.key_heads))
+        return replace(layer, heads=heads, key_heads=key_heads, inner=layer.inner // size, experts=experts)
+
+
+WHOLE_LAYERS = LayerDivision()
+
+
+@dataclass(frozen=True)
 class Recompute:
     """Which layers are computed again in the backward pass, and how much of them is kept (memory/recompute.py)."""
 
@@ -278,17 +298,24 @@ class Shape:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return sum(2 * layer.keys * itemsize for layer in self.layers)
 
-    def kept_bytes(self, itemsize: int, *, fused: bool, recompute: Recompute = Recompute()) -> int:  # noqa: B008 (frozen)
-        """Bytes that a token of a micro-batch holds from the forward pass until its backward pass, the head's own temporaries aside."""
+    def kept_bytes(
+        self, itemsize: int, *, fused: bool, recompute: Recompute = Recompute(), division: LayerDivision = WHOLE_LAYERS,  # noqa: B008 (frozen)
+    ) -> int:  # fmt: skip
+        """Bytes that a token of a micro-batch holds from the forward pass until its backward pass, the head's own temporaries aside. Where
+        members of a group divide layers, a token is one of a member's own: it holds as many bytes as all members' tokens at its place."""
         units = recompute.units(len(self.layers))
         again = {index for unit in units for index in unit}
-        whole = sum(self.layer_bytes(layer, itemsize, fused=fused) for index, layer in enumerate(self.layers) if index not in again)
+        kept = [layer for index, layer in enumerate(self.layers) if index not in again]
+        whole = sum(self.layer_bytes(layer, itemsize, fused=fused, division=division) for layer in kept)
         inputs = len(units) * itemsize * self.width
         if recompute.kind == "selective":
-            inputs += sum(self.product_bytes(self.layers[index], itemsize) for index in again)
-        # Behind the layers: the last norm, and its results where the head reads them. Before them: token ids, and angles of positions.
+            inputs += sum(self.product_bytes(self.layers[index], itemsize, division) for index in again)
+        # Behind the layers: the last norm, and its results where the head reads them. Before them: token ids, and angles of positions; of
+        # members of a group also which tokens are theirs to embed.
         angles = 2 * itemsize * max((layer.head_width for layer in self.layers), default=0)
-        return whole + inputs + self._norm_bytes(itemsize, fused=fused) + 2 * 8 + angles
+        members = division.members
+        of_head = (members - 1) * itemsize * self.width + (members if members > 1 else 0)
+        return whole + inputs + self._norm_bytes(itemsize, fused=fused) + of_head + members * (2 * 8 + angles)
 
     def _norm_bytes(self, itemsize: int, *, fused: bool) -> int:
         """A fused norm keeps its input, its output and a factor; transformers' own keeps its input in float32, the normed input, and its
@@ -297,35 +324,45 @@ class Shape:
         normed = wide if self.family and self.family.wide_norms else itemsize
         return (itemsize + (itemsize if fused else wide + normed)) * self.width + 4
 
-    def layer_bytes(self, layer: DecoderLayer, itemsize: int, *, fused: bool) -> int:
+    def layer_bytes(self, layer: DecoderLayer, itemsize: int, *, fused: bool, division: LayerDivision = WHOLE_LAYERS) -> int:
         """Bytes that a layer keeps of a token where nothing is computed again: what its operations need for their gradients.
 
         Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs and its
-        output; transformers' own also the activated gate."""
-        family, wide = self.family or ModelFamily(), max(4, itemsize)
-        found = family.norms * self._norm_bytes(itemsize, fused=fused) + 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
+        output; transformers' own also the activated gate. Members of a group have norms of their own tokens, and heads and columns of all
+        of them, with what is gathered before each block."""
+        family, wide, members, layer = self.family or ModelFamily(), max(4, itemsize), division.members, division.own(layer)
+        norms = family.norms * self._norm_bytes(itemsize, fused=fused) + (members - 1) * 2 * itemsize * self.width
+        found = 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
         if family.head_norms:  # fused they keep the product of all projections, of which queries and keys are parts
             normed = layer.queries + layer.keys
             found += itemsize * (normed + layer.keys) if fused else (wide + (wide if family.wide_norms else itemsize)) * normed
             found += 4 * (1 if family.whole_head_norms else layer.heads + layer.key_heads)
         if layer.experts is None:
-            return found + (3 if fused else 4) * itemsize * layer.inner
+            return norms + members * (found + (3 if fused else 4) * itemsize * layer.inner)
         experts = layer.experts
         # A row for each expert that a token is sent to, before and behind it, where it stands in the order of experts, and the router's.
-        rows = experts.active * (itemsize * (2 * self.width + 3 * experts.inner) + 2 * 8)
+        # Where experts are divided, rows that arrive are those of other workers' tokens, and have an order of their own.
+        results, arrived = (
+            itemsize * self.width + 2 * 8,
+            itemsize * (self.width + 3 * experts.inner) + (2 * 8 if division.experts > 1 else 0),
+        )
+        rows = experts.active * results + int(experts.active * division.arriving * arrived)
         router = 4 * experts.count + experts.active * (8 + 4 + itemsize)
-        return found + rows + router + (4 * itemsize * experts.shared_inner + 2 * itemsize * self.width if experts.shared_inner else 0)
+        shared = 4 * itemsize * experts.shared_inner + 2 * itemsize * self.width if experts.shared_inner else 0
+        return norms + members * (found + rows + router + shared)
 
-    def product_bytes(self, layer: DecoderLayer, itemsize: int) -> int:
+    def product_bytes(self, layer: DecoderLayer, itemsize: int, division: LayerDivision = WHOLE_LAYERS) -> int:
         """Bytes of a token's results of matrix products and attention, but for the product at a layer's end that is merely added: what a
         selectively recomputed layer keeps beside its input."""
-        added = (self.family or ModelFamily()).norms == 2
+        # Members of a group add sums of these products.
+        added, layer = (self.family or ModelFamily()).norms == 2 and division.members == 1, division.own(layer)
         found = itemsize * (2 * layer.queries + 2 * layer.keys + self.width) + 4 * layer.heads
         if layer.experts is None:
-            return found + itemsize * (2 * layer.inner + (0 if added else self.width))
+            return division.members * (found + itemsize * (2 * layer.inner + (0 if added else self.width)))
         experts = layer.experts
         shared = 2 * experts.shared_inner + self.width + 1 if experts.shared_inner else 0
-        return found + itemsize * (experts.active * (2 * experts.inner + self.width) + experts.count + shared)
+        rows = int(experts.active * division.arriving * (2 * experts.inner + self.width))
+        return division.members * (found + itemsize * (rows + experts.count + shared))
 
 
 def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:

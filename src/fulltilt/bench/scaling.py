@@ -17,16 +17,18 @@ from functools import cached_property
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.bench.roofline import DEVICES
-from fulltilt.parallel.cuts import legal_sizes
-from fulltilt.parallel.holdings import held_bytes, passing_bytes, twin_bytes
-from fulltilt.parallel.layout import UNSHARDED, Sharding, Sizes, sequence_sizes
+from fulltilt.parallel.cuts import legal_expert_sizes, legal_sizes
+from fulltilt.parallel.holdings import held_bytes, passing_bytes, rollout_bytes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.parallel.traffic import (
     WHITENING,
     Exchange,
+    ExpertPass,
     RoleWork,
     RowTraffic,
     Stream,
     Trip,
+    expert_pass,
     predict,
     sent_bytes,
     shared_numbers,
@@ -38,6 +40,7 @@ from fulltilt.schema import Config
 from fulltilt.shape import Recompute, Shape
 
 MODELS = ("0.5B", "7B", "32B", "70B")
+WITH_EXPERTS = "Qwen3-30B-A3B"
 GPUS = (8, 64, 1024)
 OF_MACHINE = 8  # GPUs that NVLink joins
 NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives as many
@@ -53,7 +56,7 @@ LONG_MODELS, LONG_TOKENS, LONG_RECOMPUTE = ("7B", "32B"), (32768, 131072), Recom
 @dataclass(frozen=True)
 class Scale:
     """One model on some GPUs, in groups that share micro-batches (Ulysses) or layers (tensor parallelism); `sharding` says what GPUs with
-    the same part of every layer share out."""
+    the same part of every layer share out, and among how many experts are divided."""
 
     model: str
     sharding: Sharding
@@ -72,12 +75,22 @@ class Scale:
     def sizes(self) -> Sizes:
         """The sizes of a GPU's part of every layer. Norms, which all GPUs have, count for little beside the rest."""
         whole = role_of(self.shape).known_sizes
+        if self.sharding.experts > 1:
+            return tuple(part for own in whole for part in self._experts_apart(own))
         return tuple(replace(own, shape=(-(-own.count // self.tensor),)) for own in whole) if self.tensor > 1 else whole
+
+    def _experts_apart(self, own: ParameterSize) -> Iterator[ParameterSize]:
+        """The numbers of a layer that every GPU has, and those of its part of the experts."""
+        experts = self.shape.layers[own.layer].experts if own.layer is not None else None
+        numbers = 3 * experts.count * experts.inner * self.shape.width if experts else 0
+        yield replace(own, shape=(own.count - numbers,))
+        if numbers:
+            yield replace(own, shape=(numbers // self.sharding.experts,), apart=True)
 
     @cached_property
     def held_bytes(self) -> int:
         """Bytes on each GPU in an update, activations aside."""
-        twin = twin_bytes(self.sizes, self.sharding) if self.sharding.parameters else 0
+        twin = rollout_bytes(self.sizes, self.sharding)
         return held_bytes(self.sizes, self.sharding).total + passing_bytes(self.sizes, self.sharding, ITEMSIZE) + twin
 
     @cached_property
@@ -92,25 +105,28 @@ class Scale:
         """Bytes of parameters and gradients."""
         tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
         passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # micro-batches in an optimizer step
-        return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1)], self.sharding)
+        return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1, parts=self.sharding.experts)], self.sharding)
 
     @cached_property
     def moved_in_group(self) -> Mapping[str, int]:
-        """Bytes of what goes between the GPUs that share micro-batches or layers, of all samples of a step, as if each were a
-        micro-batch by itself: only padding depends on that."""
+        """Bytes of what goes between the GPUs that share micro-batches, layers or experts, of all samples of a step, as if each were a
+        micro-batch by itself: only padding, and how often numbers of rows are sent, depends on that. Routers send a GPU as many rows as it
+        sends."""
         found, samples = Counter[str](), SAMPLES * self.sequence * self.tensor // self.gpus
         stream = Stream.of([(PROMPT, RESPONSE)])
         if self.sequence > 1:
             found += ulysses_pass(self.shape, self.sequence, ITEMSIZE, stream, "entropy", learns=True)
         if self.tensor > 1:
             found += tensor_pass(self.shape, self.tensor, ITEMSIZE, stream, "entropy")
+        if self.sharding.experts > 1:
+            found += expert_pass(self.shape, ITEMSIZE, ExpertPass(PROMPT + RESPONSE), learns=True)
         shared = UPDATES * GRADIENT * shared_numbers(self.shape, self.tensor) if self.tensor > 1 else 0
         return Counter({kind: samples * count for kind, count in found.items()}) + Counter({"all-reduce": shared})
 
     @cached_property
     def group_s(self) -> float:
         """Time of the collectives within groups, which are on one machine."""
-        return sent_bytes(self.moved_in_group, self.sequence * self.tensor) / NVLINK
+        return sent_bytes(self.moved_in_group, self.sequence * self.tensor * self.sharding.experts) / NVLINK
 
     def collectives_s(self, adapters: int) -> float:
         """`adapters`: to the network, of each machine. A ring passes through every machine once for each of its adapters, and through all
@@ -167,13 +183,16 @@ def binding(scale: Scale) -> str:
 
 
 def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
-    """Groups that share micro-batches or layers, by name, each with the first way to share out parameters that leaves a fifth of a GPU
-    free, or else with the one that takes least."""
+    """Groups that share micro-batches, layers or experts, by name, each with the first way to share out parameters that leaves a fifth of
+    a GPU free, or else with the one that takes least."""
     shape = Shape.named(model)
     for size in groups_of(shape):
         yield f"Ulysses {size}", first_that_fits(Scale(model, sharding, sequence=size) for sharding in shardings(gpus))
     for size in (size for size in GROUPS if size in legal_sizes(shape)):
         yield f"tensor {size}", first_that_fits(Scale(model, sharding, tensor=size) for sharding in shardings(gpus, size))
+    for size in (size for size in GROUPS if size in legal_expert_sizes(shape)):
+        divided = (replace(each, experts=size) for each in shardings(gpus) if each.shard != "hybrid")
+        yield f"experts {size}", first_that_fits(Scale(model, sharding) for sharding in divided)
 
 
 def groups_of(shape: Shape) -> list[int]:
@@ -203,7 +222,7 @@ def layouts_table() -> Iterator[str]:
     heads += ["passes, s", "collectives, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
-    for model in MODELS:
+    for model in (*MODELS, WITH_EXPERTS):
         for (name, *_), found in (zip(*columns, strict=True) for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True)):
             counts = [(scale.held_bytes, sum(scale.moved_in_group.values()), sum(scale.moved.values())) for scale in found]
             times = [(scale.compute_s, scale.collectives_s(OF_MACHINE)) for scale in found]

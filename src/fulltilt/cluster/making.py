@@ -35,11 +35,11 @@ from fulltilt.model import lora
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
-from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
+from fulltilt.parallel.holdings import bucket_bytes
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy
+from fulltilt.parallel.parts import ModelPart, RolloutCopy
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
@@ -209,15 +209,16 @@ def make_worker(
     ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
-    apart = {role: part.names for role, part in shared.parts.items() if isinstance(part, ExpertSplit)}
     sharding = replace(sharding, experts=grid.experts.size)
     known = shared.facts or {
-        role: role_facts(model, learns=role in learners, apart=apart.get(role, ())) for role, model in models.own.items()
+        role: role_facts(model, learns=role in learners, part=shared.parts.get(role)) for role, model in models.own.items()
     }
     of_roles = {role: known[role] for role in models.own}
     facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
     if shared.copied and shared.rollout is not None:
-        facts = replace(facts, copy_bytes=sum(own.nbytes for own in shared.rollout.parameters()))
+        copied, part = sum(own.nbytes for own in shared.rollout.parameters()), shared.parts.get("actor")
+        bucket = bucket_bytes(known["actor"].sizes, sharding, part.ranks.size if part else 1)
+        facts = replace(facts, copy_bytes=copied + bucket)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grid, shared)
@@ -358,9 +359,7 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(
-    device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | PartTwin | RolloutCopy | None
-) -> Account:
+def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | RolloutCopy | None) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
     accumulators = [optimizer.accumulators for optimizer in optimizers]
     return Account(

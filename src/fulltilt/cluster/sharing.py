@@ -25,7 +25,7 @@ from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
 from fulltilt.parallel.filling import fill
 from fulltilt.parallel.grid import Grid
-from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy, join_on_first
+from fulltilt.parallel.parts import ModelPart, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
 from fulltilt.parallel.twin import Twin, like, over_same_memory, part_memory, whole_on_host, without_memory
@@ -41,17 +41,13 @@ class SharedModels:
     facts: dict[str, RoleFacts] = field(default_factory=dict)  # what each role's model was like before it was shared out
     rollout: PreTrainedModel | None = None  # the whole actor, or this worker's part of it, for the engine
     structure: PreTrainedModel | None = None  # the actor, or the part, without memory, where no engine needs it
-    twin: Twin | PartTwin | RolloutCopy | None = None  # keeps `rollout` at the latest weights
+    twin: Twin | RolloutCopy | None = None  # keeps `rollout` at the latest weights
     undivided: PreTrainedModel | None = None  # the actor without memory, before it was divided
     tells: bool = True  # whether this worker is the first of those that hold the same part
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
     adapters_alone: bool = False  # whether an export has only these
     read_whole: dict[str, str] = field(default_factory=dict)  # by role: why its files could not be read in parts
-
-    @property
-    def copied(self) -> bool:
-        """Whether the engine's model is divided in another way than the actor."""
-        return isinstance(self.twin, RolloutCopy)
+    copied: bool = False  # whether the engine's model is divided in another way than the actor, so that it is not the one that is exported
 
     def collect(self) -> None:
         """Make the whole actor for an export, on all workers at the same time."""
@@ -137,6 +133,7 @@ class ModelDivider:
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
                 found.twin = RolloutCopy(copied, self._split(copied, self.rollout, 1) if self.rollout.size > 1 else None)
+                found.copied = True
             if self.ranks.size > 1:
                 found.undivided = without_memory(model)
         if self.ranks.size > 1:
@@ -166,13 +163,12 @@ class ExpertDivider:
             assert isinstance(model, PreTrainedModel)
             if self.sampled and not found.copied:
                 found.rollout = over_same_memory(model)
-                found.twin = RolloutCopy(found.rollout, None) if self.shared else None
+                found.twin, found.copied = RolloutCopy(found.rollout, None), self.shared
             if not self.sampled or found.copied:
                 found.undivided = without_memory(model)
         found.parts[role] = split_experts(model, self.ranks)
         if role == "actor" and found.rollout is not None:
             part_memory(found.rollout, model)
-            found.twin = found.twin or PartTwin(found.rollout, found.parts[role])
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,15 +195,14 @@ class ModelSharer:
         """A model whose parameters are in files gets this worker's rows from there."""
         found = self.found
         part = found.parts.get(role)
-        apart = part.names if isinstance(part, ExpertSplit) else ()
-        found.facts[role] = role_facts(model, learns=role in self.learners, apart=apart)
+        found.facts[role] = role_facts(model, learns=role in self.learners, part=part)
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.sampled and not found.copied:
                 found.rollout = over_same_memory(model)
             else:
                 found.structure = without_memory(model)
-        found.shards[role] = shard(model, self.sharing if apart else replace(self.sharing, experts=None))
+        found.shards[role] = shard(model, self.sharing if isinstance(part, ExpertSplit) else replace(self.sharing, experts=None))
         fill(model, part, found.shards[role])
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])

@@ -24,8 +24,10 @@ from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
+from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import neighbours
 from fulltilt.plan import (
@@ -43,7 +45,7 @@ from fulltilt.plan import (
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model
-from fulltilt.shape import UnknownParameters
+from fulltilt.shape import LayerDivision, UnknownParameters
 
 ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
@@ -124,7 +126,7 @@ def find_facts(
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
         kv_bytes_per_token=bytes_per_token(layers, sampled.dtype) if sampled is not None else None,
-        not_captured=why_not_captured(sampled) if sampled is not None else None,
+        not_captured=why_no_graphs(sampled) if sampled is not None else None,
         layers=fused,
         sharding=sharding,
         parts=grid.tensor.size,
@@ -132,11 +134,17 @@ def find_facts(
     )
 
 
-def role_facts(model: torch.nn.Module, *, learns: bool, apart: Collection[str] = ()) -> RoleFacts:
-    """`apart`: the parameters of experts that workers divide among themselves."""
+def why_no_graphs(model: PreTrainedModel) -> str | None:
+    """Why no CUDA graph can hold a decoding step of the model, as far as is known; None: one can."""
+    part = Head.of(model).part
+    return why_not_captured(model) or (part.not_captured if part else None)
+
+
+def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None = None) -> RoleFacts:
+    """`part`: given where this worker has a part of the model."""
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
-    shape, parameters = shape_of(body.config), list(model.parameters())
+    shape, parameters, parts = shape_of(body.config), list(model.parameters()), part.ranks.size if part else 1
     return RoleFacts(
         shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
@@ -144,17 +152,20 @@ def role_facts(model: torch.nn.Module, *, learns: bool, apart: Collection[str] =
         itemsize=body.dtype.itemsize,
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
-        sizes=parameter_sizes(model, learns=learns, apart=apart),
+        sizes=parameter_sizes(model, learns=learns, part=part),
+        division=LayerDivision(experts=parts) if isinstance(part, ExpertSplit) else LayerDivision(members=parts),
     )
 
 
-def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, apart: Collection[str] = ()) -> Sizes:
+def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelPart | None = None) -> Sizes:
     """The sizes of a loaded model's parameters, those that learn first, as they lie in memory."""
     body = model.body if isinstance(model, ScalarModel) else model
     layers = getattr(body.base_model, "layers", None)  # type: ignore[union-attr]
     inside = {id(own): place for place, layer in enumerate(layers or ()) for own in layer.parameters()}
     parameters = dict(model.named_parameters())
     trained = {name: own for name, own in parameters.items() if learns and own.requires_grad and own.numel()}
+    cut = {name for name in parameters if part and not part.is_whole(name)}
+    apart = cut if isinstance(part, ExpertSplit) else ()
     runs = [*neighbours(trained), *([name] for name in parameters if name not in trained)]
     return tuple(
         ParameterSize(
@@ -165,6 +176,7 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, apart: Colle
             follows=name != run[0],
             scores=body is not model and name.startswith("score."),
             apart=name in apart,
+            cut=name in cut,
         )
         for run in runs
         for name in run

@@ -32,7 +32,7 @@ from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
-from fulltilt.parallel.parts import PartTwin, RolloutCopy
+from fulltilt.parallel.parts import RolloutCopy
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -210,7 +210,7 @@ class Worker:
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
-    twin: Twin | PartTwin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
+    twin: Twin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
     sampling: Ranks = ALONE  # the members that sample together
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
@@ -349,7 +349,7 @@ class Worker:
             self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
-    def _sync_twin(self, twin: Twin | PartTwin | RolloutCopy) -> None:
+    def _sync_twin(self, twin: Twin | RolloutCopy) -> None:
         if not twin.current:
             self.residents.need("actor")
             twin.sync()

@@ -1,63 +1,184 @@
-"""Parameters from the workers that have parts of them to the workers that need them whole, through a buffer of bounded size.
+"""Parameters from the workers that have parts of them to those that need them whole, or other parts, through a buffer of bounded size.
 
 Enters: a layout, which says who has what, and the memory that parts come from and go to. Leaves: memory filled. Guaranteed: nothing is
-allocated after the exchange was made; numbers are rounded to the type of the buffer, once.
+allocated after the exchange was made; a collective has numbers of as many parameters as fit into the buffer, and a parameter that does not
+fit comes in pieces; numbers are rounded to the type of the buffer, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from fulltilt.parallel.cuts import Cut
 from fulltilt.parallel.layout import RowLayout
-from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.ranks import ALONE, Ranks
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How the members of a group hold a model in parts, and which part of it a worker needs. This class: all have it whole, and need it
+    so."""
+
+    ranks: Ranks = ALONE  # the members that hold all parts
+    cuts: Mapping[str, Cut] | None = None  # how they hold them
+    wanted: Mapping[str, Cut] | None = None  # how the members of another group need them; None: whole
+    place: int = 0  # this worker's among these
+
+    def overlaps(self, name: str, whole: Sequence[int], rank: int) -> list[list[Overlap]]:
+        """Of each dimension of a parameter, what this worker needs of a member's part."""
+        held = ranges_of(self.cuts[name] if self.cuts else None, whole, rank)
+        wanted = ranges_of(self.wanted[name] if self.wanted else None, whole, self.place)
+        return [list(overlaps(*each)) for each in zip(held, wanted, strict=True)]
+
+
+WHOLE = Division()
+
+
 class Exchange:
-    """A gather that can be repeated. `own`: this worker's numbers of each parameter, flat. `targets`: where whole ones go; None: not needed
-    here."""
+    """A gather that can be repeated. `own`: this worker's numbers of each parameter, flat. `targets`: where they go; None: not needed here.
+    `whole`: the shapes of whole parameters, if those of the layout are parts. `memory`: a buffer to use, of bytes, which others may use in
+    turn."""
 
     def __init__(
         self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
         own: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None,
+        division: Division = WHOLE, whole: Mapping[str, tuple[int, ...]] | None = None, memory: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.ranks, width = ranks, layout.in_a_round(dtype.itemsize)
-        self.buffer = torch.zeros(ranks.size * width, dtype=dtype, device=device)
-        rows, begin = self.buffer.view(ranks.size, width), 0
-        self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(0, layout.stretch, width)]  # into the buffer and out of it
-        for name in layout.shapes:
+        self.shards, self.parts, width = ranks, division.ranks, layout.in_a_round(dtype.itemsize)
+        assert (layout.workers, layout.parts) == (ranks.size, self.parts.size)
+        needed = layout.bucket_bytes(dtype.itemsize)
+        memory = torch.zeros(needed, dtype=torch.uint8, device=device) if memory is None else memory
+        self.buffer = memory[:needed].view(dtype)
+        rows, begin = self.buffer.view(layout.parts, layout.workers, width), 0
+        self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(layout.rounds(dtype.itemsize))]  # into the buffer and out of it
+        for name, shape in layout.shapes.items():
             done, each = 0, layout.width(name)
+            of_whole = (shape if whole is None else whole[name]) or (1,)
+            found = [division.overlaps(name, of_whole, rank) for rank in range(layout.parts)]
             while done < each:
                 number, place = divmod(begin + done, width)
-                parts = rows[:, place : min(width, place + each - done)]
-                given = own[name][done : done + parts.shape[1]]
+                given = rows[..., place : min(width, place + each - done)]
+                numbers = own[name][done : done + given.shape[2]]
                 into, out = self.rounds[number]
-                into.append((parts[ranks.rank, : len(given)], given))
+                into.append((given[self.parts.rank, ranks.rank, : len(numbers)], numbers))
                 if targets is not None:
-                    out += spread(parts, flat(targets[name]), each, done)
-                done += parts.shape[1]
+                    for rank, common in enumerate(found):
+                        part = division.cuts[name].shape(of_whole, rank) if division.cuts else of_whole
+                        out += spread(given[rank], done, part, common, targets[name])
+                done += given.shape[2]
             begin += each
 
     @torch.no_grad()
     def gather(self) -> None:
         for into, out in self.rounds:
             copy_all(into)
-            self.ranks.gather(self.buffer)
+            self.shards.gather(self.parts.own(self.buffer))
+            self.parts.gather(self.buffer)
             copy_all(out)
 
 
-def spread(parts: torch.Tensor, target: torch.Tensor, each: int, first: int) -> Copies:
-    """Copies from a row for each worker to a flat parameter, of which every worker has `each` numbers, but the last ones fewer or none. The
-    rows begin with the `first`-th number of each worker."""
-    full, length = len(target) // each, parts.shape[1]
-    last = target[full * each + first :][:length]
-    return [
-        (target[: full * each].view(full, each)[:, first : first + length], parts[:full]),
-        *([(last, parts[full, : len(last)])] if len(last) else []),
-    ]
+@dataclass(frozen=True)
+class Overlap:
+    """Neighbouring rows, or columns, that a tensor has in common with another one."""
+
+    here: int  # the first of them, counted in the one
+    there: int  # and in the other
+    length: int
+
+    def clip(self, own: range) -> Overlap | None:
+        """What of it lies between two rows of the one."""
+        start, stop = max(self.here, own.start), min(self.here + self.length, own.stop)
+        return Overlap(start, self.there + start - self.here, stop - start) if start < stop else None
+
+
+def ranges_of(cut: Cut | None, whole: Sequence[int], rank: int) -> list[list[range]]:
+    """Of each dimension of a tensor, the ranges that a member holds."""
+    return [cut.parts(rank) if cut and cut.dim == dim else [range(length)] for dim, length in enumerate(whole)]
+
+
+def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[Overlap]:
+    """What two tensors have in common, which consist of ranges of a third one."""
+    here = 0
+    for own in held:
+        there = 0
+        for other in wanted:
+            start, stop = max(own.start, other.start), min(own.stop, other.stop)
+            if start < stop:
+                yield Overlap(here + start - own.start, there + start - other.start, stop - start)
+            there += len(other)
+        here += len(own)
+
+
+def spread(numbers: torch.Tensor, first: int, shape: Sequence[int], common: Sequence[Sequence[Overlap]], target: torch.Tensor) -> Copies:
+    """Copies to a tensor from a row of numbers for each worker that has a range of a part's rows, equally many, but the last ones fewer or
+    none. `numbers` begin with the `first`-th one of each worker; `shape`: that of the part; `common`: of each dimension, what the tensor
+    has of the part."""
+    target, each, found = target.detach().view(target.shape or (1,)), -(-shape[0] // len(numbers)), Copies()
+    own_shape = (each, *shape[1:])
+    last, offset = min(first + numbers.shape[1], math.prod(own_shape)), 0
+    for box in boxes(own_shape, first, last):
+        sizes = list(map(len, box))
+        count = math.prod(sizes)
+        values = numbers[:, offset : offset + count].unflatten(1, sizes)  # [workers, rows, ...]
+        offset += count
+        columns = [
+            [cut for each_common in of_dim if (cut := each_common.clip(own))] for own, of_dim in zip(box[1:], common[1:], strict=True)
+        ]
+        for chosen in itertools.product(*columns):
+            source, place = values, target
+            for dim, (cut, own) in enumerate(zip(chosen, box[1:], strict=True), start=1):
+                source = source.narrow(dim + 1, cut.here - own.start, cut.length)
+                place = place.narrow(dim, cut.there, cut.length)
+            for of_rows in common[0]:
+                found += spread_rows(source, box[0], each, of_rows, place)
+    return found
+
+
+def spread_rows(source: torch.Tensor, own: range, each: int, common: Overlap, target: torch.Tensor) -> Copies:
+    """Copies of rows, of which `source` [workers, rows, ...] has the same range of each worker's `each`, as far as the tensor has them.
+    Workers all of whose rows it has are one copy."""
+    begin, end, found = common.here, common.here + common.length, Copies()
+    reached = range(max(0, (begin - own.stop) // each + 1), min(len(source), -(-(end - own.start) // each)))
+    full = range(max(reached.start, -(-(begin - own.start) // each)), min(reached.stop, (end - own.stop) // each + 1))
+    if len(full):
+        start = common.there + full.start * each + own.start - begin
+        rows = target.narrow(0, start, (len(full) - 1) * each + len(own))
+        strides = rows.stride()
+        view = rows.as_strided((len(full), len(own), *rows.shape[1:]), (each * strides[0], *strides), rows.storage_offset())
+        found.append((view, source[full.start : full.stop]))
+    for worker in (worker for worker in reached if worker not in full):
+        shifted = range(worker * each + own.start, worker * each + own.stop)
+        if cut := common.clip(shifted):
+            found.append((target.narrow(0, cut.there, cut.length), source[worker].narrow(0, cut.here - shifted.start, cut.length)))
+    return found
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[range, ...]]:
+    """The numbers from the `first` up to the `last` of a tensor, in order, as tensors within it.
+
+    Example: boxes((3, 4), 2, 8) -> row 0, columns 2 to 3; row 1, all columns
+    """
+    if len(shape) == 1:
+        yield from [(range(first, last),)] if first < last else []
+        return
+    row = math.prod(shape[1:])
+    full = range(-(-first // row), last // row)
+    if full.start > full.stop:  # within one row
+        yield from ((range(full.stop, full.start), *box) for box in boxes(shape[1:], first - full.stop * row, last - full.stop * row))
+        return
+    if before := full.start * row - first:
+        yield from ((range(full.start - 1, full.start), *box) for box in boxes(shape[1:], row - before, row))
+    if len(full):
+        yield (full, *map(range, shape[1:]))
+    if behind := last - full.stop * row:
+        yield from ((range(full.stop, full.stop + 1), *box) for box in boxes(shape[1:], 0, behind))
 
 
 def length_of(numbers: slice) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
+from fulltilt.parallel.layout import ParameterSize, RowLayout, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
 
 STATE_ALIGN = 256  # bytes: alignment of the optimizer's states (memory/offload.py)
 MOMENTS = 2
@@ -80,23 +80,34 @@ def length(numbers: slice) -> int:
 
 @cache
 def twin_bytes(sizes: Sizes, sharding: Sharding) -> int:
-    """The whole model that a rollout engine reads where parameters are shared out, and the buffers that its new values come through."""
-    return sum(own.bytes for own in sizes) + sum(
-        sharding.group * lay_out_rows(own, sharding.group).in_a_round(own[0].itemsize) * own[0].itemsize for own in by_type(sizes)
-    )
+    """The whole model that a rollout engine reads where parameters are shared out, and the buffer that its new values come through."""
+    return sum(own.bytes for own in sizes) + bucket_bytes(sizes, sharding)
 
 
 def rollout_bytes(sizes: Sizes, sharding: Sharding) -> int:
     """What a rollout engine needs beside what learns: nothing where all parameters are whole, else a model with all of them."""
     if sharding.experts > 1:
-        return sum(own.bytes * (sharding.experts if own.apart else 1) for own in sizes)
+        return sum(own.bytes * (sharding.experts if own.divided else 1) for own in sizes) + bucket_bytes(sizes, sharding, sharding.experts)
     return twin_bytes(sizes, sharding) if sharding.parameters else 0
 
 
-def by_type(sizes: Sizes) -> list[Sizes]:
-    """The parameters that learn, those of each type together."""
-    found = dict.fromkeys(own.itemsize for _, own in learning(sizes))
-    return [tuple(own for _, own in learning(sizes) if own.itemsize == itemsize) for itemsize in found]
+def bucket_bytes(sizes: Sizes, sharding: Sharding, parts: int = 1) -> int:
+    """The buffer through which a rollout engine's model gets new values; 0: no number comes from another worker. `parts`: those of each
+    parameter that is cut, which the model needs in another way; 1: it needs what this worker has a part of."""
+    return max((layout.bucket_bytes(itemsize) for layout, itemsize in gathered_layouts(sizes, sharding, parts)), default=0)
+
+
+def gathered_layouts(sizes: Sizes, sharding: Sharding, parts: int = 1) -> list[tuple[RowLayout, int]]:
+    """How parameters that learn, those of a kind together, are gathered for a rollout engine's model, and the bytes of a number."""
+    found = []
+    for kind in dict.fromkeys((own.itemsize, own.divided and parts > 1, own.apart) for _, own in learning(sizes)):
+        itemsize, cut, apart = kind
+        own = [own for _, own in learning(sizes) if (own.itemsize, own.divided and parts > 1, own.apart) == kind]
+        workers = (sharding.workers // sharding.experts if apart else sharding.group) if sharding.parameters else 1
+        layout = replace(lay_out_rows(own, workers), parts=parts if cut else 1)
+        if layout.workers * layout.parts > 1:
+            found.append((layout, itemsize))
+    return found
 
 
 @cache

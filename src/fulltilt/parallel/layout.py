@@ -26,6 +26,7 @@ class ParameterSize:
     follows: bool = False  # lies directly behind the parameter before it in memory
     scores: bool = False  # belongs to the head of a critic or reward model, which computes in float32 or better
     apart: bool = False  # belongs to experts that workers divide among themselves: those with the same ones share out the rest
+    cut: bool = False  # one part of several, which the members of a tensor-parallel group hold
 
     @property
     def count(self) -> int:
@@ -34,6 +35,11 @@ class ParameterSize:
     @property
     def bytes(self) -> int:
         return self.count * self.itemsize
+
+    @property
+    def divided(self) -> bool:
+        """Whether members of a group hold parts of it."""
+        return self.cut or self.apart
 
     @property
     def wide(self) -> int:
@@ -100,6 +106,7 @@ class RowLayout:
 
     shapes: Mapping[str, tuple[int, ...]]
     workers: int
+    parts: int = 1  # of each parameter, all as large as `shapes` or smaller, each of which so many workers share out
 
     def width(self, name: str) -> int:
         """Numbers of the parameter that the first worker has."""
@@ -112,7 +119,19 @@ class RowLayout:
 
     def in_a_round(self, itemsize: int) -> int:
         """Numbers of each worker that are exchanged at a time."""
-        return max(1, min(self.stretch, EXCHANGE_BYTES // itemsize // self.workers))
+        return max(1, min(self.stretch, EXCHANGE_BYTES // itemsize // (self.workers * self.parts)))
+
+    def rounds(self, itemsize: int) -> int:
+        return -(-self.stretch // self.in_a_round(itemsize))
+
+    def bucket_bytes(self, itemsize: int) -> int:
+        """Bytes of the buffer for one round."""
+        return self.workers * self.parts * self.in_a_round(itemsize) * itemsize
+
+    def gathered_bytes(self, itemsize: int) -> int:
+        """Bytes of the collectives of all rounds: over the workers that share out a part, and then over the parts."""
+        own, parts = self.workers if self.workers > 1 else 0, self.workers * self.parts if self.parts > 1 else 0
+        return self.rounds(itemsize) * self.in_a_round(itemsize) * itemsize * (own + parts)
 
     def own(self, name: str, rank: int) -> slice:
         """The range of a parameter's numbers that belongs to a worker; it may be empty."""

@@ -1,8 +1,8 @@
 """A model of which every worker of a group holds a part: what tensor and expert parallelism have in common.
 
 Enters: a model whose parameters were cut as a table says. Leaves: `ModelPart`, whole parameters in main memory for an export, and
-copies for a rollout engine: `PartTwin`, a whole one, and `RolloutCopy`, divided in any way. Guaranteed: every parameter keeps its name; the
-parameters of copies stay at the same addresses.
+copies for a rollout engine, whole or divided in any other way (`RolloutCopy`). Guaranteed: every parameter keeps its name; the parameters
+of copies stay at the same addresses.
 All workers of the group must call the same functions at the same time.
 """
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from fulltilt.model.arrays import local
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
-from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.slices import SliceTable, join, take_part
+from fulltilt.parallel.exchange import Copies, Division, Exchange, copy_all, spread
+from fulltilt.parallel.layout import RowLayout
+from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.slices import SliceTable, join
 
 
 @dataclass(eq=False)
@@ -30,7 +31,6 @@ class ModelPart:
     table: SliceTable
     ranks: Ranks  # the workers that hold all parts
     whole: Mapping[str, tuple[int, ...]]  # the shapes of the whole parameters
-    version: int = field(default=0, init=False)  # how many times the parameters were changed
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -108,40 +108,58 @@ def join_on_first(part: ModelPart, parts: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class RolloutCopy:
-    """A model for a rollout engine that is divided in another way than the one that learns: it has memory of its own."""
+    """A model for a rollout engine beside one that learns and is divided in another way: it has memory of its own. New values come in
+    buckets of bounded size, each of which has numbers of several parameters."""
 
     def __init__(self, model: torch.nn.Module, target: ModelPart | None) -> None:
         """`target`: the part of `model` that this worker has; None: it is whole."""
         self.model, self.target = model, target
         self._latest: Callable[[], int] = lambda: 0
-        self._get: Mapping[str, Callable[[], torch.Tensor]] = {}
+        self._exchanges: list[Exchange] = []
+        self._copies: Copies = []  # of parameters that every worker has whole
+        self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.version = 0
 
     def follow(self, source: torch.nn.Module, part: ModelPart | None, shards: Shards | None, latest: Callable[[], int]) -> None:
-        """Name what learns: a model that may be a part, and may be shared out. `latest` counts how often it has changed."""
+        """Name what learns: a model that may be a part, and may be shared out. Its parameters must stay where they are. `latest` counts how
+        often it has changed."""
         self._latest, self.version = latest, -1
-        types = {name: own.dtype for name, own in self.model.named_parameters()}
-        trained = {name: own for name, own in source.named_parameters() if own.requires_grad}
-
-        def whole(name: str, own: torch.Tensor) -> torch.Tensor:
-            found = gather_rows(shards, name, own, types[name]) if shards else own.detach().to(types[name])
-            if part is None or part.is_whole(name):
-                return found
-            gathered = gather_whole(part, name, found)
-            assert gathered is not None
-            return gathered
-
-        self._get = {name: partial(whole, name, own) for name, own in trained.items()}
+        targets, device = dict(self.model.named_parameters()), next(self.model.parameters()).device
+        learning = {name: own for name, own in source.named_parameters() if own.requires_grad}
+        numbers = shards.own() if shards else {name: own.detach().view(-1) for name, own in learning.items()}
+        whole = {name: part.whole[name] if part else tuple(own.shape) for name, own in learning.items()}
+        wanted, place = (self.target.table.cuts, self.target.ranks.rank) if self.target else (None, 0)
+        kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
+        for name in learning:
+            cut, apart = part is not None and not part.is_whole(name), shards is not None and name in shards.apart
+            kinds.setdefault((targets[name].dtype, cut, apart), []).append(name)
+        made: list[tuple[RowLayout, Ranks, torch.dtype, Division]] = []
+        self._copies = []
+        for (dtype, cut, _), names in kinds.items():
+            division = Division(part.ranks, part.table.cuts, wanted, place) if part and cut else Division(wanted=wanted, place=place)
+            group = shards.group_of(names[0]) if shards else ALONE
+            shapes = {name: division.cuts[name].shape(whole[name], 0) if division.cuts else whole[name] for name in names}
+            layout = RowLayout(shapes, group.size, division.ranks.size)
+            if layout.workers * layout.parts > 1:
+                made.append((layout, group if group.size > 1 else ALONE, dtype, division))
+                continue
+            for name in names:
+                common = division.overlaps(name, whole[name] or (1,), 0)
+                self._copies += spread(numbers[name][None], 0, whole[name] or (1,), common, targets[name])
+        bucket = max((layout.bucket_bytes(dtype.itemsize) for layout, _, dtype, _ in made), default=0)
+        self.bucket = memory = torch.zeros(bucket, dtype=torch.uint8, device=device)
+        self._exchanges = [
+            Exchange(layout, group, dtype, device, numbers, targets, division, whole, memory) for layout, group, dtype, division in made
+        ]
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Get the latest values, unless it has them: one parameter after another is whole for a moment."""
+        """Get the latest values, unless it has them."""
         if self.current:
             return
-        targets = dict(self.model.named_parameters())
-        for name, get in self._get.items():
-            found = get()
-            targets[name].copy_(take_part(self.target.table.cuts[name], found, self.target.ranks.rank) if self.target else found)
+        copy_all(self._copies)
+        for exchange in self._exchanges:
+            exchange.gather()
         self.version = self._latest()
 
     @property
@@ -150,48 +168,4 @@ class RolloutCopy:
 
     def memory(self) -> Iterator[torch.Tensor]:
         yield from self.model.parameters()
-
-
-def gather_rows(shards: Shards, name: str, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter that is shared out by rows, whole, in the given type."""
-    group, layout = shards.group_of(name), shards.layout([name])
-    held, memory = local(own).detach().reshape(-1), torch.zeros(group.size * layout.width(name), dtype=dtype, device=own.device)
-    group.own(memory)[: len(held)] = held
-    group.gather(memory)
-    return memory[: own.numel()].view(own.shape)
-
-
-class PartTwin:
-    """The whole model for a rollout engine, beside a part that learns."""
-
-    def __init__(self, model: torch.nn.Module, part: ModelPart) -> None:
-        """`model`: like the whole one that was cut, with memory that nothing else changes."""
-        self.model, self.part, self.version = model, part, part.version
-        self._sources = {name: own for name, own in part.model.named_parameters() if own.requires_grad}
-        self._targets = dict(model.named_parameters())
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        """Get the latest values, unless it has them."""
-        if self.current:
-            return
-        for name, own in self._sources.items():
-            target, cut = self._targets[name], self.part.table.cuts[name]
-            if self.part.is_whole(name):
-                target.copy_(own)
-            elif cut.in_order and target.is_contiguous():  # straight into its memory
-                memory = target.detach().view(-1)
-                self.part.ranks.own(memory).copy_(own.reshape(-1))
-                self.part.ranks.gather(memory)
-            else:
-                whole = gather_whole(self.part, name, own.detach())
-                assert whole is not None
-                target.copy_(whole)
-        self.version = self.part.version
-
-    @property
-    def current(self) -> bool:
-        return self.version == self.part.version
-
-    def memory(self) -> Iterator[torch.Tensor]:
-        yield from self.model.parameters()
+        yield self.bucket

@@ -6,24 +6,27 @@ the worker that moves most of the kind. Guaranteed: arithmetic alone, equal to t
 skipped gathers nothing), if a gradient reaches every layer.
 
 Recompute does not change what is moved for parameters that are shared out: they are gathered for the backward pass anyway. Collectives
-inside layers, those of Ulysses (`ulysses_pass`) and of tensor parallelism (`tensor_pass`), run again in layers that are computed again.
+inside layers, those of Ulysses (`ulysses_pass`), of tensor parallelism (`tensor_pass`) and of expert parallelism (`expert_pass`), run again
+in layers that are computed again. How many rows a worker gets for its experts is the routers' choice: it is given, or taken to be as many
+as the worker sends, which is exact for the sum over the workers of a group (`most_received` is the bound for one).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
-from fulltilt.parallel.holdings import by_type
+from fulltilt.parallel.holdings import gathered_layouts
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
 from fulltilt.parallel.parcels import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
-from fulltilt.shape import DecoderLayer, Recompute, Shape
+from fulltilt.shape import DecoderLayer, Experts, Recompute, Shape
 
 Reads = Literal["value", "logprob", "entropy"]  # what a pass reads of a token: a critic's number, the log-prob, or that and the entropy
 NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parameter whether it has a gradient
+ROW_COUNT = 4  # bytes of a number of rows that go to an expert
 PASSES = 8  # bytes of a number of passes that workers agree on, where all must make as many
 COLUMNS, ROUTER = ("o_proj", "down_proj"), "shared_expert_gate"  # projections that tensor parallelism cuts by columns, or leaves whole
 WHITENING = 5  # sums, or numbers of all workers, that whitening asks for: two counts, the ends, the sum, the sum of squares
@@ -74,6 +77,38 @@ class SequenceWork:
 
 
 @dataclass(frozen=True)
+class TensorWork:
+    """The micro-batches of a role whose layers are divided among groups of members (parallel/tensor.py), without fillers."""
+
+    shape: Shape
+    size: int  # members of a group
+    updates: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all optimizer steps
+    scored: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all phases without gradient
+    reads: Reads = "entropy"  # in updates; "value" for a critic
+    learns: Literal["all", "adapters"] = "all"  # parameters that have a gradient
+    recompute: Recompute = field(default_factory=Recompute)
+    duplicated: int = 0  # numbers that learn of which several members hold the same rows, but not all members (`duplicated_rows`)
+
+
+@dataclass(frozen=True)
+class ExpertPass:
+    """A worker's micro-batch in a model whose experts are divided."""
+
+    tokens: int
+    received: Sequence[int] | None = None  # rows that come to it in each layer with experts; None: as many as it sends
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """The micro-batches of a role whose experts are divided among groups of workers (parallel/experts.py), without fillers."""
+
+    shape: Shape
+    updates: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all optimizer steps
+    scored: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all phases without gradient
+    recompute: Recompute = field(default_factory=Recompute)
+
+
+@dataclass(frozen=True)
 class RoleWork:
     """What a role does in a step. Example: RoleWork(sizes, 2, batches=4, passes=8, scored=(3,))"""
 
@@ -83,7 +118,10 @@ class RoleWork:
     passes: int = 0  # with gradient, in all of them: of the worker with the most, whose number the others fill up to
     scored: Sequence[int] = ()  # passes without gradient of each phase, of the worker with the most
     synced: int = 0  # how often a rollout engine gets the new values
+    parts: int = 1  # into which parameters are cut that the engine's model has whole, or in parts of another size
     sequence: SequenceWork | None = None  # where groups of workers share micro-batches; `passes` and `scored` are then those of a group
+    tensor: TensorWork | None = None  # where groups of members share layers: the same holds, and workers are those with the same part
+    experts: ExpertWork | None = None  # where groups of workers divide experts
 
 
 @dataclass(frozen=True)
@@ -131,13 +169,41 @@ class RowTraffic:
 def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None) -> Counter[str]:
     """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines."""
     found: Counter[str] = Counter()
-    for role in roles if sharding.workers > 1 else ():
-        found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
-    streams = [sum((of_sequence(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
+    for role in roles:
+        found += of_parameters(role, sharding) + of_steps(role, sharding) + of_sync(role, sharding)
+    streams = [sum((of_passes(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
     parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
     apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
     kinds = sorted({kind for own in apart for kind in own})
     return found + Counter({kind: max(own[kind] for own in apart) for kind in kinds})
+
+
+def of_parameters(role: RoleWork, sharding: Sharding) -> Counter[str]:
+    """Parameters and gradients. Experts that are divided are shared out among the workers that have the same."""
+    if sharding.experts > 1:
+        common, own = (replace(role, sizes=tuple(each for each in role.sizes if each.apart is apart)) for apart in (False, True))
+        size = sharding.workers // sharding.experts
+        replicas = replace(sharding, workers=size, group=size, experts=1)
+        return of_parameters(common, replace(sharding, experts=1)) + of_parameters(own, replicas)
+    if sharding.workers == 1:
+        return Counter()
+    return of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
+
+
+def of_steps(role: RoleWork, sharding: Sharding) -> Counter[str]:
+    """What all workers agree on: in an optimizer step the norm of the gradient, and gradients of numbers that several members of a group
+    hold; where passes wait for other workers, how many there are."""
+    members = role.tensor.size if role.tensor else 1
+    if sharding.workers * members == 1:
+        return Counter()
+    waits = sharding.parameters or role.experts is not None
+    found = role.batches * NORM + (role.batches + len(role.scored)) * PASSES * waits
+    if role.tensor:
+        rows, shared = lay_out_rows(role.sizes, sharding.group), role.tensor.duplicated * max(4, role.itemsize)
+        for place, own in learning(role.sizes):
+            shared += (0 if own.divided else rows.width(str(place)) if sharding.parameters else own.count) * own.wide
+        found += role.batches * shared
+    return Counter({"all-reduce": found})
 
 
 def of_whole(role: RoleWork, workers: int) -> Counter[str]:
@@ -145,7 +211,7 @@ def of_whole(role: RoleWork, workers: int) -> Counter[str]:
     gathered from all. No collective runs in rollouts or passes."""
     layouts = lay_out_sizes(role.sizes, workers)
     each = {
-        "all-reduce": NORM + FLAG * len(learning(role.sizes)),
+        "all-reduce": FLAG * len(learning(role.sizes)),
         "reduce-scatter": sum(layout.total * max(4, itemsize) for itemsize, layout in layouts.items()),
         "all-gather": sum(layout.total * itemsize for itemsize, layout in layouts.items()),
     }
@@ -164,45 +230,89 @@ def of_shards(role: RoleWork, sharding: Sharding) -> Counter[str]:
     outside = sum(whole(own, place) for place, own in enumerate(role.sizes) if own.layer is None and not own.scores)
     inside = sum(whole(own, place) for place, own in enumerate(role.sizes)) - outside
     learned = sum(rows.width(str(place)) for place, _ in learning(role.sizes)) * max(4, role.itemsize)
-    found = Counter({"all-reduce": role.batches * (NORM + PASSES) + len(role.scored) * PASSES})
+    found = Counter[str]()
     found["all-gather"] = role.passes * (outside + (2 if sharding.reshard else 1) * inside)
     found["all-gather"] += sum(outside + (passes if sharding.reshard else 1) * inside for passes in role.scored if passes)
     found["reduce-scatter"] = role.passes * sharding.group * learned
     found["all-reduce"] += role.passes * learned if sharding.group < sharding.workers else 0
-    found["all-gather"] += role.synced * sum(exchanged(own, sharding.group) for own in by_type(role.sizes))
     return found
 
 
-def exchanged(sizes: Sizes, workers: int) -> int:
-    """Bytes of whole parameters of one type, gathered in rounds of equal size."""
-    layout, itemsize = lay_out_rows(sizes, workers), sizes[0].itemsize
-    at_once = layout.in_a_round(itemsize)
-    return -(-layout.stretch // at_once) * at_once * workers * itemsize
+def of_sync(role: RoleWork, sharding: Sharding) -> Counter[str]:
+    """A rollout engine's model gets its new values, in rounds of equal size."""
+    layouts = gathered_layouts(role.sizes, sharding, role.parts)
+    return Counter({"all-gather": role.synced * sum(layout.gathered_bytes(itemsize) for layout, itemsize in layouts)})
 
 
 # ---- passes that several workers compute together ----------------------------------------------------------------------------------------
 
 
-def of_sequence(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
-    """What a worker moves in passes over streams that its group shares. Where parameters are shared out, groups with fewer streams than
-    others run fillers."""
-    work, found = role.sequence, Counter[str]()
-    if work is None or work.size == 1:
-        return found
-    updates, scored = (list(each[rank // work.size]) if each else [] for each in (work.updates, work.scored))
-    fillers = (role.passes - len(updates), sum(role.scored) - len(scored)) if sharding.parameters else (0, 0)
+def of_passes(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
+    """What a worker moves in passes over streams that its group shares, or whose tokens go to the experts of others. Where parameters are
+    shared out, and for experts, those with fewer micro-batches than others run fillers."""
+    sequence, tensor, experts, found = role.sequence, role.tensor, role.experts, Counter[str]()
+    assert not (sequence and tensor), "passes of groups that share micro-batches and layers are not predicted"
+    if sequence and sequence.size > 1:
 
-    def add(stream: Stream, reads: Reads, learns: bool) -> None:
-        found.update(ulysses_pass(work.shape, work.size, role.itemsize, stream, reads, learns=learns, recompute=work.recompute))
+        def share(stream: Stream, reads: Reads, learns: bool) -> Counter[str]:
+            return ulysses_pass(sequence.shape, sequence.size, role.itemsize, stream, reads, learns=learns, recompute=sequence.recompute)
 
-    for stream in updates:
-        add(stream, work.reads, True)
-    for stream in scored:
-        add(stream, "logprob", False)
-    for count, learns in zip(fillers, (True, False), strict=True):
-        for _ in range(count):
-            add(FILLER, "logprob", learns)
+        found += of_streams(role, sharding, sequence, rank // sequence.size, share)
+    if tensor:
+
+        def divide(stream: Stream, reads: Reads, learns: bool) -> Counter[str]:
+            kind: Literal["all", "adapters", "none"] = tensor.learns if learns else "none"
+            return tensor_pass(tensor.shape, tensor.size, role.itemsize, stream, reads, learns=kind, recompute=tensor.recompute)
+
+        found += of_streams(role, sharding, tensor, rank, divide)
+    if experts:
+        for given, count, learns in ((experts.updates, role.passes, True), (experts.scored, sum(role.scored), False)):
+            own = list(given[rank]) if given else []
+            for each in [*own, *[ExpertPass(FILLER.tokens)] * (count - len(own))]:
+                found += expert_pass(experts.shape, role.itemsize, each, learns=learns, recompute=experts.recompute)
     return found
+
+
+def of_streams(
+    role: RoleWork, sharding: Sharding, work: SequenceWork | TensorWork, group: int, of_pass: Callable[[Stream, Reads, bool], Counter[str]]
+) -> Counter[str]:
+    """The passes of a group, with its fillers."""
+    found, plain = Counter[str](), "value" if work.reads == "value" else "logprob"
+    kinds: list[tuple[Any, int, Any, bool]] = [(work.updates, role.passes, work.reads, True), (work.scored, sum(role.scored), plain, False)]
+    for given, count, reads, learns in kinds:
+        own = list(given[group]) if given else []
+        for stream in own:
+            found += of_pass(stream, reads, learns)
+        for _ in range(count - len(own) if sharding.parameters else 0):
+            found += of_pass(FILLER, plain, learns)  # type: ignore[arg-type]
+    return found
+
+
+def expert_pass(
+    shape: Shape,
+    itemsize: int,
+    given: ExpertPass,
+    *,
+    learns: bool,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+) -> Counter[str]:
+    """Bytes that a worker sends in a pass of a model whose experts are divided, to itself as well (parallel/experts.py).
+
+    In every layer with experts it sends how many rows go to each expert, a row for each expert that a token has chosen, and results of the
+    rows that it has got; so do their gradients, and where a layer is computed again, all of it goes once more."""
+    again = {index for unit in recompute.units(len(shape.layers)) for index in unit} if learns else set[int]()
+    divided = [(index, layer.experts) for index, layer in enumerate(shape.layers) if layer.experts]
+    found = 0
+    for place, (index, experts) in enumerate(divided):
+        sent = experts.active * given.tokens
+        rows = sent + (sent if given.received is None else given.received[place])
+        found += (1 + (index in again)) * experts.count * ROW_COUNT + (1 + learns + (index in again)) * rows * shape.width * itemsize
+    return Counter({KIND: found})
+
+
+def most_received(experts: Experts, size: int, tokens: int) -> int:
+    """The most rows that can come to a worker in a layer: of all `tokens` of its group of `size`, as many as it has experts to choose."""
+    return min(experts.active, experts.count // size) * tokens
 
 
 def ulysses_pass(

@@ -88,11 +88,13 @@ def whole_on_host(shards: Shards, structure: Model, *, wanted: bool, learning: b
 
 
 def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None) -> list[Exchange]:
-    """One for each type of the wanted parameters; `targets`: where they go, None: nowhere."""
+    """One for each type of the wanted parameters, all with the same buffer; `targets`: where they go, None: nowhere."""
     own, found = shards.own(), []
     kinds = {name: (parameter.dtype, name in shards.apart) for name, parameter in wanted.items()}
     for kind in dict.fromkeys(kinds.values()):
         names = [name for name, each in kinds.items() if each == kind]
-        device = next(iter(own.values())).device
-        found.append(Exchange(shards.layout(names), shards.group_of(names[0]), kind[0], device, own, targets))
-    return found
+        found.append((shards.layout(names), shards.group_of(names[0]), kind[0]))
+    device = next(iter(own.values())).device
+    bucket = max((layout.bucket_bytes(dtype.itemsize) for layout, _, dtype in found), default=0)
+    memory = torch.zeros(bucket, dtype=torch.uint8, device=device)
+    return [Exchange(layout, ranks, dtype, device, own, targets, memory=memory) for layout, ranks, dtype in found]

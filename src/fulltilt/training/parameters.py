@@ -218,7 +218,6 @@ class ExpertsApart:
         for each in self._both:
             each.changed()
         self.version += 1
-        self.divided.part.version += 1
 
 
 class ParameterShards:
