@@ -187,7 +187,7 @@ def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders
     found, metrics = gradient(Trainer(policy, algorithm.loss), batch)
     assert float(found.abs().max()) == 0 and metrics["actor/pg_loss"] == 0
     # One row's tokens say nothing of the others', but for whether trainer and engine agree.
-    assert metrics.keys() - {"actor/pg_loss"} == {"rollout_corr/logprob_abs_gap", "rollout_corr/rollout_is_mean"}
+    assert all(name.startswith("rollout_corr/") for name in metrics.keys() - {"actor/pg_loss"}) and len(metrics) == 7
 
 
 @pytest.mark.parametrize("keys", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"name": "sft"}, {"loss": "mine.py:mine"}])
