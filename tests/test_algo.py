@@ -768,7 +768,9 @@ def test_presets_name_functions_and_what_they_are_called_with() -> None:
         assert all(names == FUNCTION_KEYS[key] & preset.defaults.keys() for key, names in takes.items())
 
 
-OFF = {"kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0, "overlong_buffer": 0}
+OFF = {
+    "kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0, "importance_level": "token", "overlong_buffer": 0,
+}  # fmt: skip
 ONCE = {"dynamic_sampling": False}
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 TOKENS = {"aggregation": "token-mean"}

@@ -116,7 +116,7 @@ class Correction:
     def _weights(self, trainer: np.ndarray, engine: np.ndarray) -> np.ndarray:
         gap = trainer - engine
         gap = np.full_like(gap, gap.sum()) if self.whole_samples else gap
-        return self.truncated(np.exp(gap.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)))
+        return self.truncated(np.exp(gap.clip(max=LOG_RATIO_BOUND)))
 
     def _mean(self, weights: Sequence[np.ndarray], everyone: Everyone) -> float:
         """Over tokens; of whole samples, over samples."""

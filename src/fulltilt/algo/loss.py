@@ -256,7 +256,7 @@ def importance_ratio(terms: TokenTerms, whole_samples: bool = False) -> Tensor:
     It is 1 where trainer and engine agree to the bit. Its log is at most 20, so that the mean over tokens stays finite.
     """
     gap = engine_gap(terms)
-    return (sum_of_row(gap, terms) if whole_samples else gap).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return (sum_of_row(gap, terms) if whole_samples else gap).clamp(max=LOG_RATIO_BOUND).exp()
 
 
 Ratio = tuple["Tensor", "Tensor"]  # a sum and the count it is divided by
