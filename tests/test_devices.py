@@ -54,6 +54,11 @@ DEALT = (
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05")
 # name: (model, tables, settings)
+# What depends on all tokens of a mini-batch or of a step, or needs numbers of its own: marks, weights that are normalised, a second pass.
+CHOSEN = (
+    "algorithm.loss=kl_cov", "algorithm.cov_share=0.1", "algorithm.advantage=optimal_token_baseline", "algorithm.epochs=2",
+    "algorithm.importance_level=sequence-normalized", 'algorithm.rejection=["token_k1", "seq_mean_k3"]', "algorithm.rejection_bounds=[2,0.1]",
+)  # fmt: skip
 CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "dense": ("qwen2", runs.GRPO, ()),
     "tied": ("llama-tied", runs.GRPO, ("algorithm.kl_coef=0",)),
@@ -65,6 +70,12 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "padded": ("qwen2", runs.GRPO, ("train.packing=false", "train.balance=false")),
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
+    "chosen": ("qwen2", runs.GRPO, CHOSEN),
+    "drawn": (
+        "qwen2",
+        runs.GRPO,
+        ("algorithm.loss=clip_cov", "algorithm.cov_share=0.05", "algorithm.cov_low=0", "algorithm.advantage=opo"),
+    ),
     "ppo-experts": ("qwen3-moe", runs.GRPO, PPO),
     "ppo-lora": ("qwen2", runs.GRPO, (*PPO, "lora.rank=4", "lora.critic=true")),
 }
@@ -75,7 +86,7 @@ SHARDS: dict[str, tuple[str, ...]] = {
 }
 WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
 # Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
-SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
+SHORT = {("chosen", "full", 2), ("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
 LONG = {("experts", "full", 4), ("lora", "full", 2), ("tied", "hybrid", 4), ("ppo", "hybrid", 4), ("sft", "full", 4), ("ppo", "full", 4)}
 
 

@@ -105,8 +105,9 @@ def filled(rows: list[Row], policy: Policy) -> list[Row]:
         logprobs = {f"{name}_logprobs": array for name, array in fields.items()}
         parts = (float(row.ids.mean()), float(row.ids[0] % 7))
         sharp = fields["old"] + (fields["old"] / 2 - 0.1) * row.mask
-        found.append(replace(row, baseline=float(random.normal()), values=values, sharp_logprobs=sharp.astype(np.float32), parts=parts,
-    **logprobs)) return found
+        given = {"values": values, "parts": parts, "sharp_logprobs": sharp.astype(np.float32), **logprobs}
+        found.append(replace(row, baseline=float(random.normal()), **given))
+    return found
 
 
 def make_policy(folder: Path, *, entropy_gradient: bool) -> Policy:
