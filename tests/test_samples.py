@@ -49,8 +49,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "own": ("algorithm.advantage=advantage.py:sharper",),
     "remax": ("algorithm.name=remax", "algorithm.kl_coef=0"),
     "reinforce": ("algorithm.name=reinforce++", "algorithm.kl_coef=0", "algorithm.samples_per_prompt=1"),
+    # So narrow that the last bits of log-probs decide, which are the same in both runs.
+    "rejected": (
+        "algorithm.advantage=gdpo", "algorithm.reward_parts={score=1.0}", "algorithm.rejection=token_k1", "algorithm.kl_coef=0",
+        "algorithm.rejection_bounds=1.0000001", "algorithm.importance_level=token-normalized",
+    ),
     "judged": ('reward.function={reward_model=1.0,"reward.py:score"=0.5}', "reward_model.path=../judge"),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -239,12 +239,8 @@ _kl_estimator = partial(
 # In the reward an estimator has a value only.
 _reward_kl_estimator = partial(
     _kl_estimator,
-    spellings={
-        f"{name}{mark}": ours
-        for name, ours in {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k1": "k1", "k2": "k2", "k3": "k3"}.items()
-        for mark in ("", "+")
-    }
-    | {"abs+": "abs"},
+    spellings={"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1", "mse+": "k2", "low_var_kl+": "k3"}
+    | {f"{name}+": name for name in ("k1", "k2", "k3", "abs")},
 )
 
 _if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
@@ -399,11 +395,12 @@ class AlgorithmConfig(Section):
     )
     """Number of passes over the samples of a step."""
     clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low. docs/algorithms.md says what it bounds in other losses."""
     clip_high: Weight | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high")
-    """The probability ratio is clipped above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high. docs/algorithms.md says what it bounds in other losses."""
     dual_clip: Weight | None = None
-    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). 0 switches it off."""
+    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). With dppo_tv and dppo_kl: the
+    largest ratio. 0 switches it off."""
     kl_coef: Weight | None = row(None, elsewhere="beta kl_loss_coef ~use_kl_loss")
     """Weight of the KL term against the reference role in the loss. 0: no such term."""
     kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type", used_if=when("kl_coef"))
