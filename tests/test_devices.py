@@ -57,7 +57,8 @@ PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05")
 # What depends on all tokens of a mini-batch or of a step, or needs numbers of its own: marks, weights that are normalised, a second pass.
 CHOSEN = (
     "algorithm.loss=kl_cov", "algorithm.cov_share=0.1", "algorithm.advantage=optimal_token_baseline", "algorithm.epochs=2",
-    "algorithm.importance_level=sequence-normalized", 'algorithm.rejection=["token_k1", "seq_mean_k3"]', "algorithm.rejection_bounds=[2,0.1]",
+    "algorithm.importance_level=sequence-normalized",
+    'algorithm.rejection=["token_k1", "seq_mean_k3"]', "algorithm.rejection_bounds=[2,0.1]",
 )  # fmt: skip
 CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "dense": ("qwen2", runs.GRPO, ()),

@@ -399,8 +399,8 @@ class AlgorithmConfig(Section):
     clip_high: Weight | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high")
     """The probability ratio is clipped above at 1 + clip_high. docs/algorithms.md says what it bounds in other losses."""
     dual_clip: Weight | None = None
-    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). With dppo_tv and dppo_kl: the
-    largest ratio. 0 switches it off."""
+    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). With dppo_tv and dppo_kl:
+    the largest ratio. 0 switches it off."""
     kl_coef: Weight | None = row(None, elsewhere="beta kl_loss_coef ~use_kl_loss")
     """Weight of the KL term against the reference role in the loss. 0: no such term."""
     kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type", used_if=when("kl_coef"))

@@ -145,7 +145,7 @@ def own_functions(config: Config) -> dict[str, UserFunction]:
 
 def _instead(key: str, name: str) -> str:
     """What to write in place of a name that is neither built in nor of a file."""
-    near = difflib.get_close_matches(name, BUILT_IN[key], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, BUILT_IN[key], n=3, cutoff=0.6)
     similar = f"Similar: {', '.join(near)}. " if near and ".py" not in name else ""
     return f"{similar}Built in are {', '.join(BUILT_IN[key])}; for a function of your own write for example mine/{key}.py:{key}"
 
