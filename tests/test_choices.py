@@ -589,6 +589,8 @@ def test_bypass_compares_with_the_engine_in_place_of_the_old_policy() -> None:
     expected = -np.minimum(ratio * t["adv"], np.clip(ratio, 0.8, 1.3) * t["adv"]) * t["weight"]
     assert float(parts.loss.detach()) == pytest.approx(math.fsum(expected), rel=1e-12)
     assert float(parts.ratios["rollout_corr/kl"][0]) == pytest.approx(math.fsum(t["rollout"] - t["new"]), rel=1e-12)
+    # What the policy has moved since the first update is no gap of the engine's.
+    assert "rollout_corr/logprob_abs_gap" not in parts.ratios and "rollout_corr/logprob_abs_gap" in chosen.loss(as_terms(t)).ratios
     # Old log-probs that something else asks for change nothing.
     assert float(chosen.loss(as_terms(t)).loss.detach()) == float(parts.loss.detach())
 

@@ -31,7 +31,7 @@ def build(config: Config) -> Algorithm:
     algorithm = Algorithm(
         name=config.algorithm.name,
         advantage=_advantage(preset, settings, own.get("advantage")),
-        loss=_loss(preset, settings, own.get("loss"), correction),
+        loss=_loss(preset, settings, own.get("loss"), correction, _reuses(config)),
         aggregation=settings["aggregation"],
         length_norm=settings["length_norm"],
         needs=needs | {"old_logprobs"} if early else needs,
@@ -95,19 +95,24 @@ def _marks(config: Config, preset: Preset, settings: Settings, correction: Corre
     return partial(function, **{key: settings[key] for key in keys}, bypass=correction.bypass, seed=config.run.seed)
 
 
-def _loss(preset: Preset, settings: Settings, own: UserFunction | None, correction: Correction) -> LossFunction:
+def _reuses(config: Config) -> bool:
+    """Whether samples are trained on after a first update."""
+    return config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+
+
+def _loss(preset: Preset, settings: Settings, own: UserFunction | None, correction: Correction, moves: bool) -> LossFunction:
     function = _bound(getattr(loss, preset.loss), settings)
     if not preset.rollout:
         return function
     if own is not None:
         function = partial(custom.surrogate, function=own, scalar=correction.cap == 0)
     shared = {key: settings[key] for key in ("kl_coef", "kl_estimator", "entropy_coef")}
-    return partial(loss.policy_loss, surrogate=function, correction=correction, reads_old=preset.reads_old, **shared)
+    return partial(loss.policy_loss, surrogate=function, correction=correction, reads_old=preset.reads_old, moves=moves, **shared)
 
 
 def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]:
     penalised = settings.get("reward_kl_coef", 0) > 0
-    reused = config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+    reused = _reuses(config)
     reads_old = preset.reads_old and settings.get("importance_level") != "bypass"
     needs = {
         "rollout": preset.rollout,

@@ -282,7 +282,6 @@ def compared(terms: TokenTerms, correction: Correction) -> dict[str, Ratio]:
     """How far trainer and engine are apart."""
     gap = engine_gap(terms)
     found = {
-        "rollout_corr/logprob_abs_gap": over_fresh(gap.abs(), terms),
         "rollout_corr/kl": over_all(-gap),
         "rollout_corr/k3_kl": over_all(gap.clamp(max=LOG_RATIO_BOUND).expm1() - gap),
     }
@@ -299,17 +298,22 @@ def compared(terms: TokenTerms, correction: Correction) -> dict[str, Ratio]:
 
 def policy_loss(
     terms: TokenTerms, surrogate: SurrogateFunction, kl_coef: float, kl_estimator: str, entropy_coef: float, correction: Correction,
-    reads_old: bool = True,
+    reads_old: bool = True, moves: bool = False,
 ) -> LossParts:  # fmt: skip
     """Surrogate times the importance weight, plus kl_coef times KL, minus entropy_coef times entropy.
 
     A coefficient or cap of 0 switches its part off. The importance weight corrects only the surrogate: no other term estimates a policy
     gradient from the engine's tokens. Where the surrogate does not read old log-probs, or the engine's take their place, trainer and engine
-    are compared by the policy as it is now.
+    are compared by the policy as it is now. `moves`: the policy then has moved away from the engine's by updates of the same step, so that
+    their gap does not tell whether the engine is right.
     """
+    ratios: dict[str, Ratio] = {}
+    if terms.rollout_logprobs is not None and (terms.old_logprobs is not None or not moves):
+        ratios["rollout_corr/logprob_abs_gap"] = over_fresh(engine_gap(terms).abs(), terms)
     if correction.bypass or not reads_old:
         terms = replace(terms, old_logprobs=None)
-    ratios = compared(terms, correction) if terms.rollout_logprobs is not None else {}
+    if terms.rollout_logprobs is not None:
+        ratios |= compared(terms, correction)
     weight = None
     if correction.cap > 0:
         given = terms.importance
