@@ -24,6 +24,7 @@ import torch
 from fulltilt.algo import advantage, loss
 from fulltilt.algo.base import Overlong, RewardKL
 from fulltilt.algo.build import build
+from fulltilt.algo.correction import Correction
 from fulltilt.config import parse
 from fulltilt.presets import FUNCTION_KEYS, PRESETS
 from fulltilt.records import Row, TokenTerms, UserError, ValueTerms
@@ -232,7 +233,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def policy(batch: TokenTerms, s: dict[str, Any], surrogate: Callable[[TokenTerms], loss.Surrogate] | None = None) -> loss.LossParts:
     clips = {key: s[key] for key in ("clip_low", "clip_high", "dual_clip")}
     surrogate = surrogate or partial(loss.clipped_surrogate, **clips)
-    return loss.policy_loss(batch, surrogate, s["kl_coef"], s["kl"], s["entropy_coef"], s["importance_cap"])
+    return loss.policy_loss(batch, surrogate, s["kl_coef"], s["kl"], s["entropy_coef"], Correction(cap=s["importance_cap"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- advantages
@@ -441,7 +442,6 @@ def test_metrics_are_the_plain_sums() -> None:
         "actor/pg_clipfrac_lower": float(sum(t["adv"] < 0 and r > math.log(3.0) for t, r in zip(data, log_ratios, strict=True))),
         "actor/ppo_kl": -math.fsum(log_ratios),
         "actor/entropy": math.fsum(t["entropy"] for t in data),
-        "rollout_corr/rollout_is_ratio_fraction_high": float(sum(i > 2 for i in importance)),
     }
     expected_weighted = {
         "actor/pg_loss": math.fsum(
@@ -454,14 +454,19 @@ def test_metrics_are_the_plain_sums() -> None:
         for name, value in expected.items():
             assert not got[name].requires_grad
             assert float(got[name]) == pytest.approx(value, rel=1e-12, abs=1e-12), name
+    # The gap is that of fresh tokens; the others, as in verl, are over all tokens, and the mean is that of the truncated weights.
     expected_ratios = {
         "rollout_corr/logprob_abs_gap": math.fsum(abs(t["old"] - t["rollout"]) for t in data if t["fresh"]),
-        "rollout_corr/rollout_is_mean": math.fsum(i for t, i in zip(data, importance, strict=True) if t["fresh"]),
+        "rollout_corr/kl": math.fsum(t["rollout"] - t["old"] for t in data),
+        "rollout_corr/k3_kl": math.fsum(i - 1 - math.log(i) for i in importance),
+        "rollout_corr/rollout_is_mean": math.fsum(min(i, 2.0) for i in importance),
+        "rollout_corr/rollout_is_ratio_fraction_high": sum(i > 2 for i in importance),
+        "rollout_corr/rollout_is_ratio_fraction_low": sum(i < 0.5 for i in importance),
     }
     assert parts.ratios.keys() == expected_ratios.keys()
     for name, value in expected_ratios.items():
         assert float(parts.ratios[name][0]) == pytest.approx(value, rel=1e-12)
-        assert float(parts.ratios[name][1]) == sum(t["fresh"] for t in data) == 24
+        assert float(parts.ratios[name][1]) == (24 if name.endswith("gap") else len(data))
 
 
 def test_the_gap_is_that_of_fresh_tokens() -> None:
@@ -471,11 +476,11 @@ def test_the_gap_is_that_of_fresh_tokens() -> None:
     stale = [{**t, "rollout": t["old"] - 7.0 * (1 - t["fresh"])} for t in data]
     parts = policy(terms(stale), s)
     assert [float(number) for number in parts.ratios["rollout_corr/logprob_abs_gap"]] == [0.0, 24.0]
-    assert float(parts.ratios["rollout_corr/rollout_is_mean"][0]) == 24.0
-    assert float(parts.sums["rollout_corr/rollout_is_ratio_fraction_high"]) == 6.0
+    assert float(parts.ratios["rollout_corr/rollout_is_mean"][0]) == 24.0 + 6 * 2.0
+    assert float(parts.ratios["rollout_corr/rollout_is_ratio_fraction_high"][0]) == 6.0
     assert float(parts.loss) == pytest.approx(math.fsum(plain_token(t, s, t["logprob"], t["entropy"]) for t in stale), rel=1e-12)
     nothing = policy(terms([{**t, "fresh": 0.0} for t in data]), s)
-    assert all(float(count) == 0 for _, count in nothing.ratios.values())
+    assert float(nothing.ratios["rollout_corr/logprob_abs_gap"][1]) == 0
     everything = policy(replace(terms(data), fresh=None), s)
     assert float(everything.ratios["rollout_corr/logprob_abs_gap"][1]) == len(data)
 
@@ -763,7 +768,9 @@ def test_presets_name_functions_and_what_they_are_called_with() -> None:
         assert all(names == FUNCTION_KEYS[key] & preset.defaults.keys() for key, names in takes.items())
 
 
-OFF = {"kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0, "overlong_buffer": 0}
+OFF = {
+    "kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0, "importance_level": "token", "overlong_buffer": 0,
+}  # fmt: skip
 ONCE = {"dynamic_sampling": False}
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 TOKENS = {"aggregation": "token-mean"}

@@ -53,6 +53,12 @@ DEALT = (
 )  # fmt: skip
 
 PPO, LORA = ("algorithm.name=ppo", "algorithm.kl_coef=0.05"), "lora.rank=4"
+# What depends on all tokens of a mini-batch or of a step, or needs numbers of its own: marks, weights that are normalised, a second pass.
+CHOSEN = (
+    "algorithm.loss=kl_cov", "algorithm.cov_share=0.1", "algorithm.advantage=optimal_token_baseline", "algorithm.epochs=2",
+    "algorithm.importance_level=sequence-normalized",
+    'algorithm.rejection=["token_k1", "seq_mean_k3"]', "algorithm.rejection_bounds=[2,0.1]",
+)  # fmt: skip
 # name: (model, tables, settings)
 CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "dense": ("qwen2", runs.GRPO, ()),
@@ -65,6 +71,12 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "padded": ("qwen2", runs.GRPO, ("train.packing=false", "train.balance=false")),
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
+    "chosen": ("qwen2", runs.GRPO, CHOSEN),
+    "drawn": (
+        "qwen2",
+        runs.GRPO,
+        ("algorithm.loss=clip_cov", "algorithm.cov_share=0.05", "algorithm.cov_low=0", "algorithm.advantage=opo"),
+    ),
     "ppo-experts": ("qwen3-moe", runs.GRPO, PPO),
     "ppo-lora": ("qwen2", runs.GRPO, (*PPO, LORA, "lora.critic=true")),
 }
@@ -75,7 +87,7 @@ SHARDS: dict[str, tuple[str, ...]] = {
 }
 WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
 # Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
-SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
+SHORT = {("chosen", "full", 2), ("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
 LONG = {
     ("experts", "full", 4),
     ("lora", "full", 2),
@@ -84,7 +96,7 @@ LONG = {
     ("sft", "full", 4),
     ("ppo", "full", 4),
 } | {
-    *((case, "optimizer", 2) for case in ("tied", "experts", "recompute", "micro-batches")),
+    *((case, "optimizer", 2) for case in ("tied", "experts", "recompute", "micro-batches", "drawn")),
     *((case, "optimizer", 4) for case in ("dense", "lora", "ppo", "qwen3", "padded", "sft")),
 }
 

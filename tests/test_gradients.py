@@ -20,8 +20,10 @@ from tensors import accumulated
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
+from fulltilt.cluster.marking import marking
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
+from fulltilt.parallel.ranks import ALONE
 from fulltilt.presets import PRESETS
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config, ModelConfig, TrainConfig
@@ -35,6 +37,23 @@ CPU = torch.device("cpu")
 EVERYTHING: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.05, "reward_kl_coef": 0.2, "minibatches_per_step": 2}
 # Clips wide enough for some rows to be within, narrow enough for some to be outside.
 OWN: dict[str, dict[str, Any]] = {"gspo": {"clip_low": 0.2, "clip_high": 0.3}, "cispo": {"clip_low": 0.3, "clip_high": 0.5}}
+
+# What else can be chosen: each loss with some advantage, and every way to correct the rollout. Two mini-batches a step, so that old
+# log-probs are read.
+CHOSEN: dict[str, dict[str, Any]] = {
+    "gpg": {"advantage": "gpg", "loss": "gpg"},
+    "clip_cov": {"advantage": "opo", "loss": "clip_cov", "cov_share": 0.05, "cov_low": 0.01},
+    "kl_cov": {"advantage": "grpo_passk", "loss": "kl_cov", "cov_share": 0.1},
+    "geo_mean": {"loss": "geo_mean", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-sum"},
+    "sapo": {"advantage": "gdpo", "reward_parts": {"a": 1.0, "b": 0.5}, "loss": "sapo", "reward_kl_coef": 0.0, "kl_estimator": "k3+"},
+    "dppo_tv": {"advantage": "optimal_token_baseline", "loss": "dppo_tv", "clip_low": 0.001, "clip_high": 0.001, "kl_estimator": "k1+"},
+    "dppo_kl": {"loss": "dppo_kl", "clip_low": 1e-4, "clip_high": 1e-4, "importance_level": "bypass", "kl_estimator": "abs"},
+    "sequence": {"importance_level": "sequence-normalized", "importance_cap": [0.5, 2.0], "rejection": "token_k1", "rejection_bounds": 1.4},
+    "samples": {"importance_level": "sequence", "rejection": ["seq_mean_k3", "seq_max_k2"], "rejection_bounds": [0.1, 0.5]},
+}
+STATISTICS = {"clip_cov", "kl_cov", "sequence"}  # whose loss depends on the whole mini-batch or step: in the plain set
+LONG = pytest.mark.long
+CUT_ONLY = {"clip_cov"}  # it draws by the places of rows, so that another order is another draw
 
 # A loss that looks at whole samples, as a user may write it.
 USERS_LOSS = """
@@ -52,7 +71,9 @@ def build(name: str, folder: Path) -> Algorithm:
     keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in PRESETS else {"name": "grpo"}
     if name != "sft":
         keys |= EVERYTHING
-    if name not in PRESETS:
+    if name in CHOSEN:
+        keys |= CHOSEN[name]
+    elif name not in PRESETS:
         (folder / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
         keys["loss"] = f"{folder / 'mine.py'}:mine"
     return build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
@@ -82,7 +103,10 @@ def filled(rows: list[Row], policy: Policy) -> list[Row]:
             array[row.mask] = own + random.normal(0.1, spread, len(own))
         values = (random.normal(0, 0.5, row.tokens) * row.mask).astype(np.float32)
         logprobs = {f"{name}_logprobs": array for name, array in fields.items()}
-        found.append(replace(row, baseline=float(random.normal()), values=values, **logprobs))
+        parts = (float(row.ids.mean()), float(row.ids[0] % 7))
+        sharp = fields["old"] + (fields["old"] / 2 - 0.1) * row.mask
+        given = {"values": values, "parts": parts, "sharp_logprobs": sharp.astype(np.float32), **logprobs}
+        found.append(replace(row, baseline=float(random.normal()), **given))
     return found
 
 
@@ -98,10 +122,11 @@ def gradient(trainer: Trainer, batch: MiniBatch) -> tuple[torch.Tensor, dict[str
     return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]), metrics
 
 
-def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row]) -> dict[str, float]:
+def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row], *, shuffled: bool = True) -> dict[str, float]:
     """The metrics of the mini-batch, which agree as the gradients do."""
 
     def make(rows: list[Row], micro: MicroSizing) -> MiniBatch:
+        rows = algorithm.correct(rows) if algorithm.correct else rows
         shaped = algorithm.reward_kl.penalise(rows, 0.2)[0] if algorithm.reward_kl else rows
         return minibatch(algorithm.advantage(shaped), algorithm.aggregation, algorithm.length_norm, micro)
 
@@ -112,7 +137,7 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
     sizings = [MicroSizing(budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(0, 4)]
     cuts = [make(rows, sizing) for sizing in sizings]
     assert len(cuts[0].micro_batches) == len(rows) and len({len(cut.micro_batches) for cut in cuts}) >= 4
-    for seed in range(2):
+    for seed in range(2 if shuffled else 0):
         order = np.random.default_rng(seed).permutation(len(rows))
         cuts.append(make([rows[index] for index in order], MicroSizing(70 + 40 * seed)))
     for cut in cuts:
@@ -125,14 +150,18 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
     return metrics
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "a loss of your own"])
+@pytest.mark.parametrize("name", [*PRESETS, *(pytest.param(name, marks=() if name in STATISTICS else LONG) for name in CHOSEN), "your own"])
 def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path: Path) -> None:
     algorithm = build(name, tmp_path)
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=algorithm.entropy_gradient)
-    metrics = assert_one_gradient(Trainer(policy, algorithm.loss), algorithm, filled(bare_rows(), policy))
+    trainer = Trainer(policy, algorithm.loss, marking(algorithm.marks, policy, ALONE))
+    metrics = assert_one_gradient(trainer, algorithm, filled(bare_rows(), policy), shuffled=name not in CUT_ONLY)
     if name == "sft":
         return
     assert {"actor/pg_loss", "actor/kl_loss", "actor/entropy", "rollout_corr/logprob_abs_gap"} <= metrics.keys()
+    if name in CHOSEN:
+        share = {"kl_cov": "actor/kl_cov_fraction", "gpg": "", "sapo": ""}.get(name, "actor/pg_clipfrac")
+        assert not share or 0 < metrics[share] < 0.9
     if name in PRESETS:  # some tokens are clipped, and not all: both branches took part
         assert 0 < metrics["actor/pg_clipfrac"] < 0.9
 
@@ -187,7 +216,7 @@ def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders
     found, metrics = gradient(Trainer(policy, algorithm.loss), batch)
     assert float(found.abs().max()) == 0 and metrics["actor/pg_loss"] == 0
     # One row's tokens say nothing of the others', but for whether trainer and engine agree.
-    assert metrics.keys() - {"actor/pg_loss"} == {"rollout_corr/logprob_abs_gap", "rollout_corr/rollout_is_mean"}
+    assert all(name.startswith("rollout_corr/") for name in metrics.keys() - {"actor/pg_loss"}) and len(metrics) == 7
 
 
 @pytest.mark.parametrize("keys", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"name": "sft"}, {"loss": "mine.py:mine"}])

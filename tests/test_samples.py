@@ -49,8 +49,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "own": ("algorithm.advantage=advantage.py:sharper",),
     "remax": ("algorithm.name=remax", "algorithm.kl_coef=0"),
     "reinforce": ("algorithm.name=reinforce++", "algorithm.kl_coef=0", "algorithm.samples_per_prompt=1"),
+    # So narrow that the last bits of log-probs decide, which are the same in both runs.
+    "rejected": (
+        "algorithm.advantage=gdpo", "algorithm.reward_parts={score=1.0}", "algorithm.rejection=token_k1", "algorithm.kl_coef=0",
+        "algorithm.rejection_bounds=1.0000001", "algorithm.importance_level=token-normalized",
+    ),
     "judged": ('reward.function={reward_model=1.0,"reward.py:score"=0.5}', "reward_model.path=../judge"),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -104,6 +109,8 @@ def test_a_run_is_the_one_whose_samples_pass_through_the_driver(
     assert here.digests == there.digests and len(set(there.digests)) == 1
     assert_same(folders[1], folders[0])
     assert (GATHERED in other.said) == (case == "own") and GATHERED not in trained.said
+    if case == "rejected":
+        assert all(0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1 for line in runs.metrics(folders[1]) if line["step"])
     errors = [failed_calls(folder) for folder in folders]
     assert errors[0] == errors[1] and bool(errors[0]) == (case == "grpo")
     moved = [line["communication/all_to_all_bytes"] for line in runs.metrics(folders[1]) if line["step"]]

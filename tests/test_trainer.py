@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensors import restored
 
+from fulltilt.algo.correction import Correction
 from fulltilt.algo.loss import clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
 from fulltilt.model.load import load_model
@@ -22,7 +23,7 @@ from fulltilt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-EVERYTHING = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.05, "importance_cap": 2.0}
+EVERYTHING = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.05, "correction": Correction(cap=2.0)}
 Loss = Callable[[TokenTerms], LossParts]
 POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, **EVERYTHING)
 

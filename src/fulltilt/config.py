@@ -28,7 +28,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fulltilt import knobs, schema, user_code
-from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM, PRESETS
+from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM
 from fulltilt.records import UserError
 from fulltilt.schema import (
     AlgorithmConfig,
@@ -45,7 +45,7 @@ from fulltilt.schema import (
     value_of,
     words,
 )
-from fulltilt.settings import algorithm_settings, holds, in_effect, is_set, own_functions, used_keys
+from fulltilt.settings import algorithm_settings, bounds_of, holds, in_effect, is_set, own_functions, preset_of, used_keys
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, many, printable, shortened
 
@@ -424,6 +424,9 @@ def _with_stand_ins(tables: Mapping[str, Any], wrong: set[str]) -> Config:
 # ---- rules between keys ------------------------------------------------------------------------------------------------------------
 
 
+CHOOSING = ("algorithm.name", "algorithm.advantage", "algorithm.loss")
+
+
 def _rules_of_use() -> Iterator[ConfigRule]:
     for key in keys():
         if found := conditions(key):
@@ -431,15 +434,15 @@ def _rules_of_use() -> Iterator[ConfigRule]:
 
 
 def _all_read(*names: str) -> tuple[str, ...]:
-    """The keys themselves, and the algorithm's name where its preset has values for some of them."""
-    return (*names, *(["algorithm.name"] if any(name.startswith("algorithm.") for name in names) else []))
+    """The keys themselves, and those that choose the algorithm where its preset has values for some of them."""
+    return (*names, *(CHOOSING if any(name.startswith("algorithm.") for name in names) else ()))
 
 
 def _has_effect(key: str, config: Config) -> Iterator[str]:
     """A key must have an effect where it is set, and be set where it is required; `auto` counts as set only where its whole section has no
     effect."""
     section, _, name = key.partition(".")
-    if section == "algorithm" and name not in PRESETS[config.algorithm.name].defaults:
+    if section == "algorithm" and name not in preset_of(config).defaults:
         return  # reported by `_algorithm_reads`
     for used_if in conditions(key):
         effective = holds(config, used_if)
@@ -470,7 +473,7 @@ def _best_has_values(config: Config) -> Iterator[str]:
     if run.keep_best is None:
         return
     name, groups = run.keep_best.removeprefix("-"), (*schema.VALIDATION_METRICS, *schema.METRICS)
-    validated = schema.VALIDATED_REWARDS if PRESETS[config.algorithm.name].rollout else schema.VALIDATED_LOSS
+    validated = schema.VALIDATED_REWARDS if preset_of(config).rollout else schema.VALIDATED_LOSS
     if not name.startswith(groups):
         yield f"run.keep_best: no metric is called {shown(name)}. Use one that begins with {either(groups)} (docs/metrics.md)"
     elif name.startswith("val/") and name not in validated:
@@ -538,19 +541,21 @@ def _algorithm_reads(config: Config) -> list[str]:
     except UserError as error:  # a file that cannot be used: which keys its function takes is not known
         return [str(error)]
     for key in (key for key in algorithm if key not in used and is_set(config, f"algorithm.{key}")):
-        if key in PRESETS[name].defaults:
+        if own and key in preset_of(config).defaults:
             functions, many_of_them = " and ".join(function.code.name for function in own.values()), len(own) > 1
             taken, which = ("do not take it", "one of them") if many_of_them else ("does not take it", "the function")
             wrong.append(f"algorithm.{key}: {functions} {taken}. Remove the key, or give {which} a parameter {key}")
         else:
-            reads = ", ".join(sorted(used))
-            wrong.append(f"algorithm.{key}: the algorithm {name!r} does not use it. Remove the key; {name!r} reads {reads}")
+            reads, chosen = ", ".join(sorted(used)), [each for each in ("advantage", "loss") if is_set(config, f"algorithm.{each}")]
+            beside = " and ".join(f"{each} {getattr(config.algorithm, each)!r}" for each in chosen)
+            who = f"{name!r} with {beside}" if beside else repr(name)
+            wrong.append(f"algorithm.{key}: the algorithm {who} does not use it. Remove the key; {who} reads {reads}")
     return wrong
 
 
 def _wrong_numbers(config: Config) -> Iterator[str]:
     """Numbers with which the algorithm could learn nothing, or not what it should."""
-    preset, settings = PRESETS[config.algorithm.name], algorithm_settings(config)
+    preset, settings = preset_of(config), algorithm_settings(config)
     if not preset.rollout:
         if settings["aggregation"] == NORMALISED_SUM and not is_set(config, "algorithm.length_norm"):
             yield f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it. Set it, for example to the longest response in tokens"
@@ -568,10 +573,41 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
     if settings.get("dynamic_sampling") and config.run.epochs is not None:
         why = "with dynamic sampling a step takes any number of prompts, so the run's length in steps is not known"
         yield f"run.epochs: {why}. Set run.steps instead, or algorithm.dynamic_sampling = false"
-    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0:
+    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0 and settings["importance_level"] != "bypass":
         why = "dynamic sampling trains on samples of older weights, which need the importance weight"
         yield f"algorithm.importance_cap = 0: {why}. Set it above 0, for example to 2"
+    yield from _wrong_bounds(settings)
+    if "reward_parts" in preset.defaults:
+        for key in ("reward_kl_coef", "overlong_buffer"):
+            if settings[key]:
+                yield f"algorithm.{key} = {settings[key]}: gdpo reads the parts of the reward, which it does not change. Set it to 0"
+    if settings.get("cov_low", 0.0) >= settings.get("cov_high", 1.0):
+        yield f"algorithm.cov_low = {settings['cov_low']}: no covariance lies between it and cov_high ({settings['cov_high']}). Lower it"
     yield from _wrong_lengths(config, settings)
+
+
+def _wrong_bounds(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Bounds of the rollout correction that are of the wrong number or order."""
+    cap, names, bounds = settings["importance_cap"], settings.get("rejection"), settings.get("rejection_bounds")
+    if isinstance(cap, list) and (len(cap) != 2 or not cap[0] < cap[1]):
+        yield f"algorithm.importance_cap = {cap}: give one number, or a lower and an upper bound, outside of which weights are 0"
+    if names is None or bounds is None:
+        return
+    count = len(names) if isinstance(names, list) else None
+    if count == 0 or (count is not None and len(set(names)) < count):
+        yield f"algorithm.rejection = {names}: name each criterion once, and at least one"
+        return
+    if count is not None and isinstance(bounds, list) and len(bounds) != count:
+        yield f"algorithm.rejection_bounds = {bounds}: give one number for all criteria, or an entry for each of the {count}"
+        return
+    for name, own in bounds_of(settings).items():
+        if not isinstance(own, list):
+            if name.endswith("k1") and own <= 1:
+                yield f"algorithm.rejection_bounds = {own}: for {name} one number u stands for ratios from 1/u to u. Use a number above 1"
+        elif not name.endswith("k1"):
+            yield f"algorithm.rejection_bounds = {own}: {name} has an upper bound only. Give one number"
+        elif len(own) != 2 or not all(isinstance(each, float | int) for each in own) or not own[0] < own[1]:
+            yield f"algorithm.rejection_bounds = {own}: {name} has a lower and an upper ratio. Give two numbers, the smaller first"
 
 
 def _wrong_lengths(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -719,8 +755,10 @@ def _exists(key: str, kind: str, config: Config) -> Iterator[str]:
 
 
 _NUMBERS = (
-    *("algorithm.name", "algorithm.prompts_per_step", "algorithm.samples_per_prompt", "algorithm.dual_clip", "algorithm.aggregation"),
+    *CHOOSING,
+    *("algorithm.prompts_per_step", "algorithm.samples_per_prompt", "algorithm.dual_clip", "algorithm.aggregation"),
     *("algorithm.length_norm", "algorithm.dynamic_sampling", "algorithm.importance_cap", "algorithm.overlong_buffer", "run.steps"),
+    *("algorithm.importance_level", "algorithm.rejection", "algorithm.rejection_bounds", "algorithm.cov_low", "algorithm.cov_high"),
     *("algorithm.critic_warmup", "rollout.temperature", "rollout.max_new_tokens", "run.epochs"),
     *("algorithm.reward_kl_coef", "algorithm.reward_kl_target", "algorithm.reward_kl_horizon"),
 )
@@ -740,7 +778,7 @@ RULES: tuple[ConfigRule, ...] = (
     ConfigRule(("run.dir",), _run_folder, files=True),
     ConfigRule(("cluster.address",), _address),
     ConfigRule(("cluster.stall_s", "cluster.deadline_s"), _stalls),
-    ConfigRule(("algorithm.name", "algorithm.advantage", "algorithm.loss"), _algorithm_reads),
+    ConfigRule(CHOOSING, _algorithm_reads),
     ConfigRule(_NUMBERS, _wrong_numbers),
 )
 

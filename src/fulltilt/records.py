@@ -124,10 +124,14 @@ class Row:
     rollout_logprobs: np.ndarray | None = None  # float32 [tokens], from the engine
     old_logprobs: np.ndarray | None = None  # float32 [tokens], from the trainer before the step's first update
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], from the reference role
+    sharp_logprobs: np.ndarray | None = None  # float32 [tokens]: as `old_logprobs`, but at half the sampling temperature
+    importance: np.ndarray | None = None  # float32 [tokens]: weight between trainer and engine, where the loss does not compute it itself
+    rejected: int | None = None  # tokens that `mask` had and that were rejected; None: the algorithm rejects nothing
     values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: value of the text before token t
     token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each
     advantages: np.ndarray | None = None  # float32 [tokens]
     returns: np.ndarray | None = None  # float32 [tokens]: what the critic learns to predict
+    parts: tuple[float, ...] = ()  # the parts of the reward that the algorithm asks for, for its advantage
 
     @property
     def tokens(self) -> int:
@@ -144,7 +148,9 @@ class Row:
         return self.advantages is None or bool(self.advantages[self.mask].any())
 
 
-PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # which updates read
+# Fields with a number for each token: those that updates read, and all that a pass without gradient can give.
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "importance", "values", "advantages", "returns")
+ANNOTATED_FIELDS = (*PER_TOKEN_FIELDS, "sharp_logprobs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,9 +191,11 @@ class MicroBatch:
     rollout_logprobs: np.ndarray | None = None  # float32 [R]
     old_logprobs: np.ndarray | None = None  # float32 [R]
     ref_logprobs: np.ndarray | None = None  # float32 [R]
+    importance: np.ndarray | None = None  # float32 [R]
     values: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
     returns: np.ndarray | None = None  # float32 [R]
+    marked: np.ndarray | None = None  # bool [R]: chosen by the statistics of the mini-batch, for a loss that treats such tokens apart
     pad_tokens: int = 0  # how many of the T tokens are padding
 
 
@@ -234,6 +242,8 @@ class TokenTerms:
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     fresh: torch.Tensor | None = None  # bool; None: all tokens are fresh
+    importance: torch.Tensor | None = None  # weight between trainer and engine; None: the loss computes it
+    marked: torch.Tensor | None = None  # bool: chosen by the statistics of the mini-batch
 
 
 @dataclass(frozen=True, eq=False)

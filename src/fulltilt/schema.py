@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
+from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_ESTIMATORS, VERL_LOSSES, VERL_NAMES, preset_for
 from fulltilt.records import EngineName
 from fulltilt.words import either, first_line, printable, shortened
 
@@ -47,8 +47,14 @@ Auto = Literal["auto"]
 Count = Positive | Auto
 Switch = bool | Auto
 Recompute = Literal["auto", "none", "selective", "full"]
-KLEstimator = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+RewardKLEstimator = Literal["k1", "k2", "k3", "abs"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+ImportanceLevel = Literal["token", "sequence", "token-normalized", "sequence-normalized", "bypass"]
+Rejection = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2",
+    "seq_max_k3", "binary_kl",
+]  # fmt: skip
 if TYPE_CHECKING:
     AlgorithmName = str
 else:
@@ -167,7 +173,7 @@ class Section(BaseModel):
     def _our_spelling(cls, value: Any, info: ValidationInfo) -> Any:
         own = row_of(cls.model_fields[str(info.field_name)])
         if own.names:
-            return with_home(value, own.names)
+            value = with_home(value, own.names)
         return own.spellings.get(value, value) if isinstance(value, str) else value
 
 
@@ -227,14 +233,24 @@ _if_shared = partial(_sharing, used_if=when("shard", "full", "hybrid"))
 _kl_estimator = partial(
     row,
     None,
-    spellings={"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
-    note="verl's abs, full and straight-through variants (low_var_kl+, k3+) have no equivalent here.",
+    spellings={"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+"},
+    note="verl's full has no equivalent here: it is not implemented there either.",
+)
+# In the reward an estimator has a value only.
+_reward_kl_estimator = partial(
+    _kl_estimator,
+    spellings={"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1", "mse+": "k2", "low_var_kl+": "k3"}
+    | {f"{name}+": name for name in ("k1", "k2", "k3", "abs")},
 )
 
 _if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
 _if_supervised = UsedIf(("algorithm.name",), lambda name: not PRESETS[name].rollout, 'set algorithm.name = "sft": others read prompts only')
 _if_long_row = replace(_if_supervised, remedy='set algorithm.name = "sft". The length of sampled responses is rollout.max_new_tokens')
-_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic != "", 'set algorithm.name = "ppo", which has a critic')
+_if_critic = UsedIf(
+    ("algorithm.name", "algorithm.advantage"),
+    lambda name, advantage: preset_for(name, advantage).critic != "",
+    'set algorithm.name = "ppo", which has a critic',
+)
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
@@ -355,8 +371,8 @@ class DataConfig(Section):
 
 class AlgorithmConfig(Section):
     name: AlgorithmName = row("grpo", elsewhere="adv_estimator", spellings=VERL_NAMES)
-    """The algorithm: a preset of values for those keys of this section that are left out. Note: verl's grpo_passk, opo, gpg, gdpo and
-    optimal_token_baseline have no equivalent here."""
+    """The algorithm: a preset of values for those keys of this section that are left out. Note: verl's other estimators are values of
+    `advantage`, and its loss modes are values of `loss`."""
     prompts_per_step: Positive = _batch_number(
         64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="~per_device_train_batch_size ~batch_size"
     )
@@ -379,18 +395,20 @@ class AlgorithmConfig(Section):
     )
     """Number of passes over the samples of a step."""
     clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low. docs/algorithms.md says what it bounds in other losses."""
     clip_high: Weight | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high")
-    """The probability ratio is clipped above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high. docs/algorithms.md says what it bounds in other losses."""
     dual_clip: Weight | None = None
-    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). 0 switches it off."""
+    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). With dppo_tv and dppo_kl:
+    the largest ratio. 0 switches it off."""
     kl_coef: Weight | None = row(None, elsewhere="beta kl_loss_coef ~use_kl_loss")
     """Weight of the KL term against the reference role in the loss. 0: no such term."""
     kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type", used_if=when("kl_coef"))
-    """Estimator of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
+    """Estimator of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p. abs: the size of log p/q. k1+ and k3+:
+    their value with the gradient of k2."""
     reward_kl_coef: Weight | None = row(None, elsewhere="kl_ctrl.kl_coef ~use_kl_in_reward")
     """Weight of the per-token KL penalty in the reward; the initial weight, if it is adaptive. 0: no penalty."""
-    reward_kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_penalty", used_if=when("reward_kl_coef"))
+    reward_kl_estimator: RewardKLEstimator | None = _reward_kl_estimator(elsewhere="kl_penalty", used_if=when("reward_kl_coef"))
     """Estimator of the KL penalty in the reward, as for `kl_estimator`."""
     reward_kl_target: AboveZero | None = row(None, used_if=when("reward_kl_coef"))
     """Makes the penalty adaptive: its weight rises while the mean KL per token is above this, and falls while it is below."""
@@ -424,12 +442,63 @@ class AlgorithmConfig(Section):
     """Responses that end within this many tokens of `rollout.max_new_tokens` are penalised, more so the longer they are. 0: no penalty."""
     overlong_penalty: AboveZero | None = row(None, used_if=when("overlong_buffer"))
     """Penalty, taken off the reward, of a response of `rollout.max_new_tokens` tokens."""
-    advantage: str | None = row(None, names="function")
-    """`FILE.py:NAME`: a function of your own in place of the preset's advantage (docs/algorithms.md)."""
-    loss: str | None = row(None, names="function")
-    """`FILE.py:NAME`: a function of your own in place of the preset's loss (docs/algorithms.md)."""
-    importance_cap: Weight | None = None
-    """Upper limit of the importance weight between trainer and rollout log-probs. 0 switches the correction off."""
+    advantage: str | None = row(None, elsewhere="adv_estimator", names="function", spellings=VERL_ESTIMATORS)
+    """In place of the preset's advantage, a built-in one by its name, or a function of your own as `FILE.py:NAME` (docs/algorithms.md)."""
+    loss: str | None = row(None, elsewhere="loss_mode", names="function", spellings=VERL_LOSSES)
+    """In place of the preset's loss, a built-in one by its name, or a function of your own as `FILE.py:NAME` (docs/algorithms.md)."""
+    reward_parts: dict[NotEmpty, Signed] | None = row(
+        None,
+        elsewhere="~gdpo_reward_keys ~gdpo_reward_weights",
+        used_if=UsedIf(("advantage",), lambda chosen: chosen == "gdpo", 'set {section}.advantage = "gdpo"', required=True),
+    )
+    """With `advantage = "gdpo"`: the parts of the reward that are compared within their group one by one, and the weight of each; `score`
+    is the whole reward."""
+    cov_share: Share | None = row(None, elsewhere="clip_cov_ratio kl_cov_ratio")
+    """With the losses clip_cov and kl_cov: the share of a mini-batch's tokens that is left out or penalised; at least one token is."""
+    cov_low: Signed | None = row(None, elsewhere="clip_cov_lb")
+    """With clip_cov: tokens are left out from those whose covariance of advantage and log-prob is above this."""
+    cov_high: Signed | None = row(None, elsewhere="clip_cov_ub")
+    """With clip_cov: and below this."""
+    cov_kl_coef: Weight | None = row(None, elsewhere="ppo_kl_coef")
+    """With kl_cov: weight of the penalty, which is the size of the token's log ratio."""
+    tau_pos: AboveZero | None = row(None, elsewhere="tau_pos")
+    """With sapo: how sharply the gate closes as the ratio leaves 1, where the advantage is positive."""
+    tau_neg: AboveZero | None = row(None, elsewhere="tau_neg")
+    """With sapo: the same where the advantage is not positive."""
+    importance_cap: Weight | list[Weight] | None = row(
+        None,
+        elsewhere="~rollout_is_threshold ~tis_imp_ratio_cap",
+        used_if=UsedIf(("importance_level",), lambda level: level != "bypass", "set {section}.importance_level to another level"),
+    )
+    """Upper limit of the importance weight between trainer and rollout log-probs. 0 switches the weight off. Two numbers: weights outside
+    of them are 0. Note: verl writes two bounds as one text, 0.5_2.0 for example."""
+    importance_level: ImportanceLevel | None = row(
+        None,
+        elsewhere="~rollout_is ~rollout_is_batch_normalize ~bypass_mode",
+        used_if=UsedIf(
+            ("importance_cap", "importance_level"),
+            lambda cap, level: bool(cap) or level == "bypass",
+            "set {section}.importance_cap above 0",
+        ),
+    )
+    """What has an importance weight: each token, or each sequence, which is a whole sample (the product over its tokens). `-normalized`:
+    weights are divided by their mean over the step. `bypass`: no weight; the engine's log-probs take the place of the old ones, so that the
+    ratio of the loss is the correction."""
+    rejection: Rejection | list[Rejection] | None = row(
+        None, elsewhere="~rollout_rs", spellings={"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    )
+    """Tokens, or samples, that are not trained on because trainer and engine differ too much; several criteria must all be met. In the
+    names, r is the trainer's probability over the engine's; k1 is -log r, k2 half its square, k3 r - 1 - log r; `seq_` takes their sum,
+    mean or largest over a sample. Note: verl writes several as one text with commas. Its token, sequence and geometric are token_k1,
+    seq_sum_k1 and seq_mean_k1."""
+    rejection_bounds: AboveZero | list[AboveZero | list[AboveZero]] | None = row(
+        None,
+        elsewhere="~rollout_rs_threshold",
+        used_if=UsedIf(("rejection",), lambda names: names is not None, "set {section}.rejection", required=True),
+    )
+    """What is kept: for k1 the ratios exp(k1) from a lower to an upper bound, or one number u for 1/u to u; for others up to a number. With
+    a list of criteria, one number for all or a list with an entry for each. Note: verl writes 0.5_2.0 for two bounds, and commas between
+    criteria. As there, the bounds of k1 are those of 1/r."""
 
 
 class RolloutConfig(Section):

@@ -7,13 +7,14 @@ process; a file that is missing or does not run and a function that is not in it
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fulltilt import user_code
-from fulltilt.presets import FUNCTION_KEYS, PRESETS
+from fulltilt.presets import ESTIMATORS, FUNCTION_KEYS, LOSSES, Preset, preset_for
 from fulltilt.records import UserError
 from fulltilt.schema import AlgorithmConfig, Config, UsedIf, value_of
 from fulltilt.user_code import UserCode, UserCodeError
@@ -31,14 +32,32 @@ DATA_KEYS = frozenset({"name", "prompts_per_step", "samples_per_prompt", "miniba
 # What a function of the user's own may take by keyword, besides keys of [algorithm].
 GIVEN = {"advantage": ("rewards", "groups", "lengths", "rows"), "loss": ("terms",)}
 
+# The functions that the same keys have by name.
+BUILT_IN: Mapping[str, Mapping[str, Any]] = {"advantage": ESTIMATORS, "loss": LOSSES}
+
+
+def preset_of(config: Config) -> Preset:
+    """The preset of the run's algorithm, with the built-in advantage and loss that were chosen in place of its own."""
+    return preset_for(config.algorithm.name, config.algorithm.advantage, config.algorithm.loss)
+
 
 def algorithm_settings(config: Config) -> dict[str, Any]:
     """Every key of [algorithm] that has a value: the user's, the preset's, or one that follows from other keys."""
-    defaults = PRESETS[config.algorithm.name].defaults
+    defaults = preset_of(config).defaults
     given = {key: getattr(config.algorithm, key) for key in AlgorithmConfig.model_fields}
     settings = {key: defaults.get(key) if value is None else value for key, value in given.items()}
     settings |= {key: derive(config) for key, derive in DERIVED.items() if key in defaults and settings[key] is None}
     return {key: value for key, value in settings.items() if value is not None}
+
+
+def bounds_of(settings: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """The criteria of rejection, and the bounds of each: one number for all of them, or one or two numbers for each."""
+    names, bounds = settings.get("rejection"), settings.get("rejection_bounds")
+    if names is None or bounds is None:
+        return {}
+    if isinstance(names, str):
+        return {names: bounds}
+    return dict(zip(names, bounds, strict=True)) if isinstance(bounds, list) else dict.fromkeys(names, bounds)
 
 
 def in_effect(config: Config, key: str) -> Any:
@@ -116,17 +135,24 @@ def own_functions(config: Config) -> dict[str, UserFunction]:
     found = {}
     for key in GIVEN:
         name = getattr(config.algorithm, key)
-        if key in PRESETS[config.algorithm.name].defaults and name is not None:
+        if key in preset_of(config).defaults and name is not None and name not in BUILT_IN[key]:
             try:
                 found[key] = UserFunction(key, user_code.locate(name), algorithm_settings(config))
             except UserCodeError as error:
-                raise UserError(f"algorithm.{key} = {name!r}: {error}. Write for example mine/{key}.py:{key}") from None
+                raise UserError(f"algorithm.{key} = {name!r}: {error}. {_instead(key, name)}") from None
     return found
+
+
+def _instead(key: str, name: str) -> str:
+    """What to write in place of a name that is neither built in nor of a file."""
+    near = difflib.get_close_matches(name, BUILT_IN[key], n=3, cutoff=0.6)
+    similar = f"Similar: {', '.join(near)}. " if near and ".py" not in name else ""
+    return f"{similar}Built in are {', '.join(BUILT_IN[key])}; for a function of your own write for example mine/{key}.py:{key}"
 
 
 def used_keys(config: Config) -> set[str]:
     """Keys of [algorithm] that this run has a use for, if what they depend on is switched on."""
-    preset, own = PRESETS[config.algorithm.name], own_functions(config)
+    preset, own = preset_of(config), own_functions(config)
     used = {*DATA_KEYS, *preset.defaults} - (set() if preset.rollout else {"samples_per_prompt"})
     for key in own:
         # With a critic, the preset's advantage goes before the user's and gives the returns.

@@ -13,7 +13,7 @@ wherever the rows are: so the result does not depend on that either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import fsum, isfinite, sqrt
 from typing import Any
@@ -63,11 +63,7 @@ def group_relative(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
     Example: rewards [1, 0, 5], groups [3, 3, 8], not normalised -> [0.5, -0.5, 0]
     """
 
-    def scaled(centred: np.ndarray) -> np.ndarray:
-        others = len(centred) - 1
-        return centred / (sqrt(fsum((centred**2).tolist()) / others) + STD_FLOOR) if normalize_by_std and others else centred
-
-    return per_token(rows, advantages=_in_groups(rows, scaled))
+    return per_token(rows, advantages=_in_groups(rows, _scaled if normalize_by_std else _as_they_are))
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Row]:
@@ -78,10 +74,59 @@ def leave_one_out(rows: Sequence[Row]) -> list[Row]:
     return per_token(rows, advantages=_in_groups(rows, lambda centred: centred * (len(centred) / max(1, len(centred) - 1))))
 
 
+def best_of_group(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
+    """For the best sample of a group its lead over the second best, divided by the group's standard deviation + 1e-6 if asked; 0 for all
+    others (Pass@k training, Walder and Karkhanis, 2025).
+
+    Example: rewards [1, 0, 4], one group, not normalised -> [0, 0, 3]
+    """
+
+    def lead(centred: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(centred))
+        if len(centred) > 1:
+            second, best = np.sort(centred)[-2:]
+            found[np.argmax(centred)] = (best - second) / (_deviation(centred) + STD_FLOOR if normalize_by_std else 1.0)
+        return found
+
+    return per_token(rows, advantages=_in_groups(rows, lead))
+
+
+def length_weighted(rows: Sequence[Row]) -> list[Row]:
+    """Reward minus the mean of its group in which each sample counts with its trained tokens (OPO): the baseline of least variance, if the
+    squared gradient of a sample grows with its length. A group of one gets 0.
+
+    Example: rewards [1, 0], lengths [3, 1], one group -> [0.25, -0.75]
+    """
+    rewards, lengths = totals(rows), np.array([row.trained for row in rows], dtype=np.float64)
+    found = np.zeros(len(rows))
+    for members in _groups(rows):
+        own, weights = rewards[members], lengths[members]
+        if len(members) > 1 and weights.any() and own.min() < own.max():
+            found[members] = own - fsum((own * weights).tolist()) / fsum(weights.tolist())
+    return per_token(rows, advantages=found)
+
+
+def rescaled_by_nonzero(rows: Sequence[Row], everyone: Everyone = HERE) -> list[Row]:
+    """Reward minus the mean of its group, times the samples of the step over those whose reward is not 0 (GPG, as verl has it; the paper
+    counts the samples of groups whose rewards differ)."""
+    rewards = totals(rows)
+    samples, nonzero = everyone.sum([len(rewards)]), everyone.sum([float(np.count_nonzero(rewards))])
+    return per_token(rows, advantages=_in_groups(rows, lambda centred: centred * (samples / max(1.0, nonzero))))
+
+
+def decoupled(rows: Sequence[Row], normalize_by_std: bool, reward_parts: Mapping[str, float], everyone: Everyone = HERE) -> list[Row]:
+    """Each part of the reward relative to its group, as in `group_relative`; their weighted sum, whitened over the trained tokens of the
+    step (GDPO): no part drowns another only because its numbers are larger."""
+    found = np.zeros(len(rows))
+    for place, weight in enumerate(reward_parts.values()):
+        parts = np.array([row.parts[place] for row in rows], dtype=np.float64)
+        found += weight * _in_groups(rows, _scaled if normalize_by_std else _as_they_are, parts)
+    return per_token(rows, advantages=whitened(_spread(found, rows), everyone))
+
+
 def group_mean_whitened(rows: Sequence[Row], whiten: bool, everyone: Everyone = HERE) -> list[Row]:
     """Reward minus the mean of its group, then whitened over the trained tokens of the step (REINFORCE++ with baseline)."""
-    advantages = _in_groups(rows, lambda centred: centred)
-    tokens = [np.full(np.count_nonzero(row.mask), value) for value, row in zip(advantages, rows, strict=True)]
+    tokens = _spread(_in_groups(rows, _as_they_are), rows)
     return per_token(rows, advantages=whitened(tokens, everyone) if whiten else tokens)
 
 
@@ -123,6 +168,42 @@ def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bo
     advantages = _accumulated(surprises, gamma * gae_lambda)
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
     return per_token(rows, advantages=whitened(advantages, everyone) if whiten else advantages, returns=returns)
+
+
+def token_baseline(rows: Sequence[Row]) -> list[Row]:
+    """The reward still to come minus a baseline for each place in the response: the mean over the group's samples that are so long, each
+    weighted with the squared gradient of its log-probs so far (OTB). Of one token that is about 1 - 2p + the sum of all squared
+    probabilities, times the squared importance weight where there is one.
+
+    The sum over the vocabulary follows from two log-probs, at the sampling temperature and at half of it: it is the exponential of twice
+    the first minus the second. As in verl, what the longest sample has beyond the second longest has no baseline. A group of one gets 0.
+    """
+    returns = _accumulated([token_rewards(row) for row in rows], 1.0)
+    energies = [np.cumsum(_gradient_squares(row)) for row in rows]
+    found = [np.zeros(len(own)) for own in returns]
+    for members in _groups(rows):
+        lengths = sorted(len(returns[index]) for index in members)
+        if len(members) == 1:
+            continue
+        shape = (len(members), lengths[-1])
+        weighted, weights = np.zeros(shape), np.zeros(shape)
+        for place, index in enumerate(members):
+            weights[place, : len(returns[index])] = energies[index]
+            weighted[place, : len(returns[index])] = energies[index] * returns[index]
+        # Sorted, so that the order of rows does not show.
+        baseline = np.sort(weighted, axis=0).sum(axis=0) / (np.sort(weights, axis=0).sum(axis=0) + VARIANCE_FLOOR)
+        baseline[lengths[-2] :] = 0.0
+        for index in members:
+            found[index] = returns[index] - baseline[: len(returns[index])]
+    return per_token(rows, advantages=found)
+
+
+def _gradient_squares(row: Row) -> np.ndarray:
+    """Of each trained token, about the squared norm of the gradient of its log-prob with respect to the logits."""
+    assert row.old_logprobs is not None and row.sharp_logprobs is not None, "a row without log-probs at half the temperature"
+    old, sharp = row.old_logprobs[row.mask].astype(np.float64), row.sharp_logprobs[row.mask].astype(np.float64)
+    weight = 1.0 if row.importance is None else row.importance[row.mask].astype(np.float64) ** 2
+    return (1 - 2 * np.exp(old) + np.exp(2 * old - sharp)) * weight
 
 
 def whitened(numbers: Sequence[np.ndarray], everyone: Everyone = HERE) -> list[np.ndarray]:
@@ -169,14 +250,37 @@ def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray] | np.ndarray) 
     return filled
 
 
-def _in_groups(rows: Sequence[Row], advantages: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """One number for each row: what `advantages` makes of the rewards of a group, less their mean."""
-    rewards, found = totals(rows), np.zeros(len(rows))
-    groups = np.array([row.group for row in rows], dtype=np.int64)
-    order = np.argsort(groups, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+def _in_groups(rows: Sequence[Row], advantages: Callable[[np.ndarray], np.ndarray], numbers: np.ndarray | None = None) -> np.ndarray:
+    """One number for each row: what `advantages` makes of the rewards of a group, or of other numbers, less their mean."""
+    rewards, found = totals(rows) if numbers is None else numbers, np.zeros(len(rows))
+    for members in _groups(rows):
         found[members] = advantages(_centred(rewards[members]))
     return found
+
+
+def _groups(rows: Sequence[Row]) -> list[np.ndarray]:
+    """For each group, the places of its rows."""
+    groups = np.array([row.group for row in rows], dtype=np.int64)
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(rows) else []
+
+
+def _as_they_are(centred: np.ndarray) -> np.ndarray:
+    return centred
+
+
+def _scaled(centred: np.ndarray) -> np.ndarray:
+    return centred / (_deviation(centred) + STD_FLOOR) if len(centred) > 1 else centred
+
+
+def _deviation(centred: np.ndarray) -> float:
+    """The unbiased standard deviation of numbers whose mean was taken off."""
+    return sqrt(fsum((centred**2).tolist()) / (len(centred) - 1))
+
+
+def _spread(numbers: np.ndarray, rows: Sequence[Row]) -> list[np.ndarray]:
+    """A row's number for each of its trained tokens."""
+    return [np.full(np.count_nonzero(row.mask), value) for value, row in zip(numbers, rows, strict=True)]
 
 
 def _centred(numbers: np.ndarray, everyone: Everyone = HERE) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fulltilt.algo.advantage import HERE, Everyone, per_token
 from fulltilt.presets import LARGEST_ERROR, Setting
-from fulltilt.records import LossParts, Row, TokenTerms, ValueTerms
+from fulltilt.records import LossParts, MicroBatch, Row, TokenTerms, ValueTerms
 
 
 class AdvantageFunction(Protocol):
@@ -25,10 +25,18 @@ class AdvantageFunction(Protocol):
     def __call__(self, rows: Sequence[Row], *, everyone: Everyone = HERE) -> list[Row]: ...
 
 
+class MarkFunction(Protocol):
+    """The micro-batches of a mini-batch, or a worker's part of it, and the policy's log-probs -> for each, which tokens are marked."""
+
+    def __call__(
+        self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], *, update: int = 0, everyone: Everyone = HERE
+    ) -> list[np.ndarray]: ...
+
+
 LossFunction = Callable[[TokenTerms], LossParts]
 ValueLossFunction = Callable[[ValueTerms], LossParts]
 
-NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs", "values", "baseline"})
+NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs", "sharp_logprobs", "values", "baseline"})
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,9 @@ class Algorithm:
     overlong: Overlong | None = None
     advantage_alone: bool = False  # whether a sample whose advantages are all 0 adds nothing to the gradient of `loss`
     reward_kl: RewardKL | None = None
+    correct: AdvantageFunction | None = None  # compares rows with the engine that sampled them, before anything else is made of them
+    marks: MarkFunction | None = None  # tokens that `loss` treats apart, chosen before the first backward of a mini-batch
+    reward_parts: tuple[str, ...] = ()  # parts of the reward that `advantage` reads
     own_advantage: bool = False  # whether `advantage` is a user's function, which may read all rows of a step
 
     def __post_init__(self) -> None:

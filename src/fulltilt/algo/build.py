@@ -10,27 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fulltilt.algo import advantage, custom, loss
+from fulltilt.algo import advantage, custom, loss, marks
 from fulltilt.algo.advantage import HERE, Everyone
-from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction, Overlong, RewardKL
-from fulltilt.presets import PRESETS, Preset, Setting
+from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction, MarkFunction, Overlong, RewardKL
+from fulltilt.algo.correction import Correction, Criterion
+from fulltilt.presets import Preset, Setting
 from fulltilt.records import Row
 from fulltilt.schema import Config, conditions
-from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, holds, own_functions, used_keys
+from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, bounds_of, holds, own_functions, preset_of, used_keys
 
 Settings = Mapping[str, Any]
 
 
 def build(config: Config) -> Algorithm:
     """The algorithm that the configuration names."""
-    preset, settings, own = PRESETS[config.algorithm.name], algorithm_settings(config), own_functions(config)
+    preset, settings, own = preset_of(config), algorithm_settings(config), own_functions(config)
+    correction, needs = _correction(settings), _needs(config, preset, settings)
+    # Weights that the loss cannot compute, or that something before it reads.
+    early = bool(correction.criteria) or correction.normalised or (correction.cap > 0 and "sharp_logprobs" in preset.needs)
     algorithm = Algorithm(
         name=config.algorithm.name,
         advantage=_advantage(preset, settings, own.get("advantage")),
-        loss=_loss(preset, settings, own.get("loss")),
+        loss=_loss(preset, settings, own.get("loss"), correction, _reuses(config)),
         aggregation=settings["aggregation"],
         length_norm=settings["length_norm"],
-        needs=_needs(config, preset, settings),
+        needs=needs | {"old_logprobs"} if early else needs,
         entropy_gradient=settings.get("entropy_coef", 0) > 0,
         settings=_in_use(config, settings),
         value_loss=_bound(getattr(loss, preset.critic), settings) if preset.critic else None,
@@ -38,9 +42,13 @@ def build(config: Config) -> Algorithm:
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
         reward_kl=_reward_kl(settings),
+        correct=correction.apply if early else None,
+        marks=_marks(config, preset, settings, correction),
+        reward_parts=tuple(settings.get("reward_parts", ())),
         own_advantage="advantage" in own,
-        # Every surrogate of a preset is a product with the advantage; a user's own function may be anything.
-        advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
+        # Every built-in surrogate is a product with the advantage, except where marks are chosen: those depend on all tokens. A user's own
+        # function may be anything.
+        advantage_alone=preset.rollout and not preset.marks and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
     custom.try_out(algorithm, config.algorithm.samples_per_prompt, list(own.values()))
     return algorithm
@@ -65,27 +73,55 @@ def _within_groups(rows: Sequence[Row], function: Callable[[Sequence[Row]], list
     return function(rows)
 
 
-def _loss(preset: Preset, settings: Settings, own: UserFunction | None) -> LossFunction:
+def _correction(settings: Settings) -> Correction:
+    level, bounds = settings.get("importance_level", "token"), settings.get("importance_cap", 0.0)
+    floor, cap = bounds if isinstance(bounds, list) else (None, bounds)
+    bypass = level == "bypass"
+    return Correction(
+        cap=0.0 if bypass else cap,
+        floor=floor,
+        whole_samples=level.startswith("sequence"),
+        normalised=level.endswith("normalized"),
+        bypass=bypass,
+        criteria=tuple(Criterion.of(name, own) for name, own in bounds_of(settings).items()),
+    )
+
+
+def _marks(config: Config, preset: Preset, settings: Settings, correction: Correction) -> MarkFunction | None:
+    if not preset.marks:
+        return None
+    function = getattr(marks, preset.marks)
+    _, _, *keys = (name for name, each in inspect.signature(function).parameters.items() if each.kind is not each.KEYWORD_ONLY)
+    return partial(function, **{key: settings[key] for key in keys}, bypass=correction.bypass, seed=config.run.seed)
+
+
+def _reuses(config: Config) -> bool:
+    """Whether samples are trained on after a first update."""
+    return config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+
+
+def _loss(preset: Preset, settings: Settings, own: UserFunction | None, correction: Correction, moves: bool) -> LossFunction:
     function = _bound(getattr(loss, preset.loss), settings)
     if not preset.rollout:
         return function
     if own is not None:
-        function = partial(custom.surrogate, function=own, scalar=settings["importance_cap"] == 0)
-    shared = {key: settings[key] for key in ("kl_coef", "kl_estimator", "entropy_coef", "importance_cap")}
-    return partial(loss.policy_loss, surrogate=function, **shared)
+        function = partial(custom.surrogate, function=own, scalar=correction.cap == 0)
+    shared = {key: settings[key] for key in ("kl_coef", "kl_estimator", "entropy_coef")}
+    return partial(loss.policy_loss, surrogate=function, correction=correction, reads_old=preset.reads_old, moves=moves, **shared)
 
 
 def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]:
     penalised = settings.get("reward_kl_coef", 0) > 0
-    reused = config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+    reused = _reuses(config)
+    reads_old = preset.reads_old and settings.get("importance_level") != "bypass"
     needs = {
         "rollout": preset.rollout,
         "ref_logprobs": penalised or settings.get("kl_coef", 0) > 0,
-        "old_logprobs": penalised or (preset.rollout and reused),
+        "old_logprobs": penalised or (preset.rollout and reused and reads_old),
         "values": bool(preset.critic),
         "baseline": preset.baseline,
     }
-    return frozenset(need for need, wanted in needs.items() if wanted)
+    return frozenset(need for need, wanted in needs.items() if wanted) | preset.needs
 
 
 def _dynamic(settings: Settings) -> DynamicSampling | None:

@@ -2,15 +2,16 @@
 
 Enters: `TokenTerms` (for a critic `ValueTerms`), tensors of shape [R] over the trained tokens of one micro-batch, including each token's
 weight in the mini-batch. Leaves: `LossParts`. Guaranteed: every term is a sum of weight times a per-token number that depends only on that
-token, or on the tokens of its own row, which is never split: the sum over micro-batches does not depend on how the mini-batch was split;
-everything is computed in the dtype that enters; metrics carry no gradient.
+token, or on the tokens of its own row, which is never split, or on marks that were chosen over the whole mini-batch (`marks`): the sum over
+micro-batches does not depend on how the mini-batch was split; everything is computed in the dtype that enters; metrics carry no gradient.
 
 A policy's loss is a surrogate (a function from terms to `Surrogate`, which is where algorithms differ) and what all policies share:
 importance weight, KL term, entropy bonus, metrics (`policy_loss`).
 
-Metrics have verl's names. Parts of the loss (`actor/pg_loss`, `actor/kl_loss`, `critic/vf_loss`, `train/loss`) are `weighted`. Metrics that
-compare trainer and engine are `ratios` over fresh tokens only: tokens that older weights sampled would show a gap that is not the
-engine's. The rest are `sums`, which become means over trained tokens once the mini-batch is complete.
+Metrics have verl's names and mean what verl's mean. Parts of the loss (`actor/pg_loss`, `actor/kl_loss`, `critic/vf_loss`, `train/loss`)
+are `weighted`. Metrics that compare trainer and engine (`rollout_corr/`) are `ratios`; one that verl does not have, `logprob_abs_gap`, is
+over fresh tokens only: tokens that older weights sampled would show a gap that is not the engine's. The rest are `sums`, which become means
+over trained tokens once the mini-batch is complete.
 
 Only methods of the tensors are called, so that this module and the presets that name its functions load without torch: a run's
 configuration is checked before torch is imported.
@@ -19,11 +20,13 @@ configuration is checked before torch is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from fulltilt.algo.correction import LOG_RATIO_BOUND, Correction
 from fulltilt.records import LossParts, TokenTerms, ValueTerms
 
 if TYPE_CHECKING:
@@ -32,9 +35,7 @@ if TYPE_CHECKING:
 # The KL estimators serve the loss (torch) and the reward (numpy).
 Numbers = TypeVar("Numbers", "np.ndarray", "Tensor")
 
-# exp(20) is about 5e8: larger than any meaningful ratio, and far below where float32 overflows and the infinity of an unused branch
-# turns the gradient into NaN.
-LOG_RATIO_BOUND = 20.0
+NEVER_CERTAIN = 1e-8  # added to the probability of all other tokens, which may be 0
 
 
 def k1(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
@@ -51,13 +52,32 @@ def k2(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
 def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
     """q/p - 1 - log q/p. Unbiased as an estimate, never negative, with low variance; near p = q its gradient is that of KL(q, p).
 
-    log q/p is clamped to +-20, as in verl: beyond, the term is constant and its gradient 0.
+    log q/p is clamped to +-20: beyond, the term is constant and its gradient 0. verl also clamps the whole term to 10, which it reaches at
+    a log q/p of 2.6; here a token that the policy has nearly given up is still pulled back.
     """
     log_ratio = (ref_logprobs - logprobs).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (np.expm1(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.expm1()) - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
+    """The size of log p/q: no estimate of the KL, but a distance whose pull does not grow with it."""
+    return abs(logprobs - ref_logprobs)
+
+
+def straight_through(value: Callable[..., Tensor], logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The value of an estimator with the gradient of k2, which is that of the KL."""
+    square = k2(logprobs, ref_logprobs)
+    return square - square.detach() + value(logprobs, ref_logprobs).detach()
+
+
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": partial(straight_through, k1),
+    "k3+": partial(straight_through, k3),
+}
 
 # ---- surrogates --------------------------------------------------------------------------------------------------------------------
 
@@ -104,12 +124,10 @@ def sequence_surrogate(terms: TokenTerms, clip_low: float, clip_high: float) -> 
     """GSPO: the clipped surrogate with one ratio for a whole row, the geometric mean of its tokens' ratios.
 
     The value of each token's loss uses the row's ratio, and its gradient flows through the token's own log-prob. Averaged over the row
-    (seq-mean-token-mean) the gradient is that of the row's ratio.
+    (seq-mean-token-mean) the gradient is that of the row's ratio. The log of the ratio is at most 20, in verl 10.
     """
-    _, place, lengths = terms.row.unique_consecutive(return_inverse=True, return_counts=True)
     gap = (terms.logprobs - old_logprobs(terms)).detach()
-    mean = gap.new_zeros(len(lengths)).index_add(0, place, gap) / lengths
-    of_row = mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[place]
+    of_row = mean_of_row(gap, terms).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = (of_row + terms.logprobs - terms.logprobs.detach()).exp()
     loss, clipped = _pessimistic(advantages_of(terms), ratio, clip_low, clip_high)
     return Surrogate(loss, {"actor/pg_clipfrac": _count(clipped, loss)})
@@ -121,6 +139,89 @@ def clipped_importance(terms: TokenTerms, clip_low: float, clip_high: float) -> 
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -bounded * advantages_of(terms) * terms.logprobs
     return Surrogate(loss, {"actor/pg_clipfrac": _count(bounded != ratio, loss)})
+
+
+def policy_gradient(terms: TokenTerms) -> Surrogate:
+    """GPG: -A log p, without a ratio or a clip."""
+    return Surrogate(-advantages_of(terms) * terms.logprobs)
+
+
+def covariance_clipped(terms: TokenTerms, clip_low: float, clip_high: float) -> Surrogate:
+    """Clip-Cov: PPO's clipped surrogate without the tokens that are marked: they are drawn from those whose covariance of advantage and
+    log-prob is large, and have no gradient."""
+    assert terms.marked is not None, "the covariance is that of a whole mini-batch"
+    loss, _ = _pessimistic(advantages_of(terms), log_ratio(terms).exp(), clip_low, clip_high)
+    return Surrogate(loss.masked_fill(terms.marked, 0.0), {"actor/pg_clipfrac": _count(terms.marked, loss)})
+
+
+def covariance_penalised(terms: TokenTerms, cov_kl_coef: float) -> Surrogate:
+    """KL-Cov: -ratio A, never clipped; the tokens that are marked, those of largest covariance, also pay for the size of their log
+    ratio."""
+    assert terms.marked is not None, "the covariance is that of a whole mini-batch"
+    gap = log_ratio(terms)
+    loss = -advantages_of(terms) * gap.exp() + cov_kl_coef * gap.abs() * terms.marked
+    return Surrogate(loss, {"actor/kl_cov_fraction": _count(terms.marked, loss)})
+
+
+def geometric_mean(terms: TokenTerms, clip_low: float, clip_high: float) -> Surrogate:
+    """GMPO: -A times the geometric mean of the row's ratios, each clipped in its log to -clip_low and clip_high where that is pessimistic.
+
+    Every token has the loss of its row; averaged over the row (seq-mean-token-mean) that is the row's loss once. A is the row's mean.
+    """
+    advantages, gap = advantages_of(terms), terms.logprobs - old_logprobs(terms)
+    near = gap.clamp(-clip_low, clip_high)
+    pessimistic = gap.minimum(near).where(advantages > 0, gap.maximum(near)).where(advantages != 0, gap.new_zeros(()))
+    ratio = mean_of_row(pessimistic, terms).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    loss = -mean_of_row(advantages, terms) * ratio
+    far = near != gap
+    return Surrogate(
+        loss, {"actor/pg_clipfrac": _count(far & (advantages > 0), loss), "actor/pg_clipfrac_lower": _count(far & (advantages < 0), loss)}
+    )
+
+
+def soft_gate(terms: TokenTerms, tau_pos: float, tau_neg: float) -> Surrogate:
+    """SAPO: -A 4/tau sigmoid(tau (ratio - 1)), with tau_pos where A > 0 and tau_neg elsewhere. A clip that sets in gradually: at a ratio of
+    1 the gradient is that of -ratio A, far from it 0."""
+    advantages = advantages_of(terms)
+    tau = advantages.new_full((), tau_pos).where(advantages > 0, advantages.new_full((), tau_neg))
+    gate = (tau * (log_ratio(terms).exp() - 1)).sigmoid() * 4 / tau
+    return Surrogate(-gate * advantages)
+
+
+def total_variation_bounded(terms: TokenTerms, clip_low: float, clip_high: float, dual_clip: float) -> Surrogate:
+    """DPPO with total variation: a token is left out once its probability has moved by more than `clip_high` upwards where A > 0, or by
+    more than `clip_low` downwards elsewhere."""
+    moved = terms.logprobs.detach().exp() - old_logprobs(terms).exp()
+    return _divergence_bounded(terms, moved > clip_high, moved < -clip_low, dual_clip)
+
+
+def binary_kl_bounded(terms: TokenTerms, clip_low: float, clip_high: float, dual_clip: float) -> Surrogate:
+    """DPPO with a KL: as with total variation, but the bounds are those of KL(old, new) between this token and all others together."""
+    new, old = terms.logprobs.detach(), old_logprobs(terms)
+    others, others_before = 1 - new.exp() + NEVER_CERTAIN, 1 - old.exp() + NEVER_CERTAIN
+    divergence = old.exp() * (old - new) + (1 - old.exp()) * (others_before / others).log()
+    return _divergence_bounded(terms, (divergence > clip_high) & (new > old), (divergence > clip_low) & (new < old), dual_clip)
+
+
+def _divergence_bounded(terms: TokenTerms, too_high: Tensor, too_low: Tensor, largest_ratio: float) -> Surrogate:
+    """-ratio A log p without gradient through the ratio, which is at most `largest_ratio` unless that is 0; 0 for tokens too far away."""
+    advantages, ratio = advantages_of(terms), log_ratio(terms).detach().exp()
+    left_out = too_high.where(advantages > 0, too_low)
+    held = (ratio > largest_ratio) & ~left_out if largest_ratio > 0 else left_out & ~left_out
+    weight = ratio.clamp(max=largest_ratio) if largest_ratio > 0 else ratio
+    loss = (-advantages * weight * terms.logprobs).masked_fill(left_out, 0.0)
+    return Surrogate(loss, {"actor/pg_clipfrac": _count(left_out, loss), "actor/pg_clipfrac_lower": _count(held, loss)})
+
+
+def mean_of_row(numbers: Tensor, terms: TokenTerms) -> Tensor:
+    """For each token, the mean over the tokens of its row."""
+    return sum_of_row(numbers, terms) / sum_of_row(numbers.new_ones(numbers.shape), terms)
+
+
+def sum_of_row(numbers: Tensor, terms: TokenTerms) -> Tensor:
+    """For each token, the sum over the tokens of its row."""
+    rows, place = terms.row.unique_consecutive(return_inverse=True)
+    return numbers.new_zeros(len(rows)).index_add(0, place, numbers)[place]
 
 
 def advantages_of(terms: TokenTerms) -> Tensor:
@@ -142,47 +243,89 @@ def _count(condition: Tensor, like: Tensor) -> Tensor:
 # ---- what all policies share -------------------------------------------------------------------------------------------------------
 
 
-def importance_ratio(terms: TokenTerms) -> Tensor:
-    """Probability of each token under the trainer's old policy over that under the engine that sampled it, without gradient.
-
-    It is 1 where trainer and engine agree to the bit. Its log is at most 20, so that the mean over tokens stays finite.
-    """
-    return engine_gap(terms).clamp(max=LOG_RATIO_BOUND).exp()
-
-
 def engine_gap(terms: TokenTerms) -> Tensor:
     """The trainer's old log-probs minus the engine's, without gradient."""
     assert terms.rollout_logprobs is not None, "the importance weight needs the rollout's log-probs"
     return old_logprobs(terms).detach() - terms.rollout_logprobs
 
 
-def over_fresh(numbers: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+def importance_ratio(terms: TokenTerms, whole_samples: bool = False) -> Tensor:
+    """Probability of each token, or of its whole sample, under the trainer's old policy over that under the engine that sampled it, without
+    gradient.
+
+    It is 1 where trainer and engine agree to the bit. Its log is at most 20, so that the mean over tokens stays finite.
+    """
+    gap = engine_gap(terms)
+    return (sum_of_row(gap, terms) if whole_samples else gap).clamp(max=LOG_RATIO_BOUND).exp()
+
+
+Ratio = tuple["Tensor", "Tensor"]  # a sum and the count it is divided by
+
+
+def over_fresh(numbers: Tensor, terms: TokenTerms) -> Ratio:
     """Sum and count over the tokens that the weights of this step sampled."""
     fresh = numbers.new_ones(numbers.shape).bool() if terms.fresh is None else terms.fresh
     return numbers.masked_fill(~fresh, 0.0).sum(), _count(fresh, numbers)
 
 
+def over_all(numbers: Tensor) -> Ratio:
+    return numbers.sum(), numbers.new_full((), len(numbers))
+
+
+def over_rows(numbers: Tensor, terms: TokenTerms) -> Ratio:
+    """Sum and count over rows, of numbers that are the same for all tokens of a row."""
+    shares = 1 / sum_of_row(numbers.new_ones(numbers.shape), terms)
+    return (numbers * shares).sum(), shares.sum()
+
+
+def compared(terms: TokenTerms, correction: Correction) -> dict[str, Ratio]:
+    """How far trainer and engine are apart."""
+    gap = engine_gap(terms)
+    found = {
+        "rollout_corr/kl": over_all(-gap),
+        "rollout_corr/k3_kl": over_all(gap.clamp(max=LOG_RATIO_BOUND).expm1() - gap),
+    }
+    if correction.cap > 0:
+        ratio = importance_ratio(terms, correction.whole_samples)
+        low = 1 / correction.cap if correction.floor is None else correction.floor
+        share = partial(over_rows, terms=terms) if correction.whole_samples else over_all
+        # As in verl the mean is that of the weights as they are applied, before a normalisation; the shares are of those before.
+        found["rollout_corr/rollout_is_mean"] = over_all(correction.truncated(ratio))
+        found["rollout_corr/rollout_is_ratio_fraction_high"] = share((ratio > correction.cap).to(ratio.dtype))
+        found["rollout_corr/rollout_is_ratio_fraction_low"] = share((ratio < low).to(ratio.dtype))
+    return found
+
+
 def policy_loss(
-    terms: TokenTerms, surrogate: SurrogateFunction, kl_coef: float, kl_estimator: str, entropy_coef: float, importance_cap: float
-) -> LossParts:
-    """Surrogate times the truncated importance weight, plus kl_coef times KL, minus entropy_coef times entropy.
+    terms: TokenTerms, surrogate: SurrogateFunction, kl_coef: float, kl_estimator: str, entropy_coef: float, correction: Correction,
+    reads_old: bool = True, moves: bool = False,
+) -> LossParts:  # fmt: skip
+    """Surrogate times the importance weight, plus kl_coef times KL, minus entropy_coef times entropy.
 
     A coefficient or cap of 0 switches its part off. The importance weight corrects only the surrogate: no other term estimates a policy
-    gradient from the engine's tokens.
+    gradient from the engine's tokens. Where the surrogate does not read old log-probs, or the engine's take their place, trainer and engine
+    are compared by the policy as it is now. `moves`: the policy then has moved away from the engine's by updates of the same step, so that
+    their gap does not tell whether the engine is right.
     """
+    ratios: dict[str, Ratio] = {}
+    if terms.rollout_logprobs is not None and (terms.old_logprobs is not None or not moves):
+        ratios["rollout_corr/logprob_abs_gap"] = over_fresh(engine_gap(terms).abs(), terms)
+    if correction.bypass or not reads_old:
+        terms = replace(terms, old_logprobs=None)
+    if terms.rollout_logprobs is not None:
+        ratios |= compared(terms, correction)
+    weight = None
+    if correction.cap > 0:
+        given = terms.importance
+        weight = correction.truncated(importance_ratio(terms, correction.whole_samples)) if given is None else given
+    if correction.bypass:
+        terms = replace(terms, old_logprobs=terms.rollout_logprobs)
     found = surrogate(terms)
     sums = {**found.sums, "actor/ppo_kl": -log_ratio(terms).detach().sum(), "actor/entropy": terms.entropy.detach().sum()}
-    ratios = {}
-    if terms.rollout_logprobs is not None:
-        ratios["rollout_corr/logprob_abs_gap"] = over_fresh(engine_gap(terms).abs(), terms)
     policy = found.loss
-    if importance_cap > 0:
+    if weight is not None:
         assert policy.ndim, "a scalar cannot be weighted token by token"
-        ratio = importance_ratio(terms)
-        policy = policy * ratio.clamp(max=importance_cap)
-        # As in verl, before the truncation: after it the mean would not show how far engine and trainer differ.
-        ratios["rollout_corr/rollout_is_mean"] = over_fresh(ratio, terms)
-        sums["rollout_corr/rollout_is_ratio_fraction_high"] = _count(ratio > importance_cap, ratio)
+        policy = policy * weight
     loss = (policy * terms.weights).sum() if policy.ndim else policy
     weighted = {"actor/pg_loss": loss.detach()}
     if kl_coef > 0:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fulltilt.batching.schedule import fill, fill_padded, fixed
-from fulltilt.records import PER_TOKEN_FIELDS, AnyRow, BatchPlan, MicroBatch, MiniBatch, Row
+from fulltilt.records import ANNOTATED_FIELDS, PER_TOKEN_FIELDS, AnyRow, BatchPlan, MicroBatch, MiniBatch, Row
 
 Rows = Sequence[Row] | Mapping[int, Row]
 Weights = Sequence[float] | Mapping[int, float]
@@ -46,6 +46,7 @@ class MicroSizing:
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
 AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "token-mean": lambda trained, length_norm: np.full(len(trained), 1.0 / trained.sum()),
+    "token-sum": lambda trained, length_norm: np.ones(len(trained)),
     "seq-mean-token-sum": lambda trained, length_norm: np.full(len(trained), 1.0 / len(trained)),
     "seq-mean-token-mean": lambda trained, length_norm: 1.0 / (len(trained) * trained),
     "seq-mean-token-sum-norm": lambda trained, length_norm: np.full(len(trained), 1.0 / (len(trained) * length_norm)),
@@ -159,9 +160,9 @@ def shortest(rows: Sequence[AnyRow]) -> int:
 def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence[np.ndarray], field: str) -> list[Row]:
     """Puts one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
 
-    `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
+    `field` is one of ANNOTATED_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
-    assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
+    assert field in ANNOTATED_FIELDS, f"a row has no per-token field {field}"
     found = numbers_of_rows(rows, plan, values)
     assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
     return [replace(row, **{field: found[index]}) for index, row in enumerate(rows)]  # type: ignore[arg-type]

@@ -236,7 +236,7 @@ class Crew:
         dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
         own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
         given = self._bring(role, field, rows, own, whole=False)
-        args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
+        args = [(role, *each, sizing.packing, field) for each in zip(given, own, strict=True)]
         waits = role in self._gathers or self._sharing[role] > 1
         call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=waits)
 

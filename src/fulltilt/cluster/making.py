@@ -22,6 +22,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
+from fulltilt.cluster.marking import marking
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import THREADS, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
@@ -317,7 +318,8 @@ def make_roles(
         adapters = config.lora.rank > 0
         optimizer = optimizer_of("actor", models.actor, config.train, of_actor, settings["actor"], keeps_parameters=adapters)
         roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
-        trainers["actor"] = Trainer(actor, algorithm.loss)
+        rest = shared.shards["actor"].rest if "actor" in shared.shards else None
+        trainers["actor"] = Trainer(actor, algorithm.loss, marking(algorithm.marks, actor, grid.everyone), rest)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
         optimizer = optimizer_of("critic", model, of_critic, total, settings["critic"], keeps_parameters=True)

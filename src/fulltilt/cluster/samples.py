@@ -76,8 +76,10 @@ class SamplesHere:
     def estimate(self, rows: Sequence[Row], coef: float | None) -> Estimated:
         """Rows with advantages. `coef`: the weight of the KL penalty, if the algorithm has one."""
         penalised, divergences = list(rows), list[float]()
+        if self.algorithm.correct:
+            penalised = self.algorithm.correct(penalised)
         if self.algorithm.reward_kl and coef is not None:
-            penalised, divergences = self.algorithm.reward_kl.penalise(rows, coef)
+            penalised, divergences = self.algorithm.reward_kl.penalise(penalised, coef)
         found = self.algorithm.advantage(penalised)
         return Estimated(found, divergences, RowSums.of(found))
 
@@ -158,6 +160,8 @@ class SamplesThere:
 
     def estimate(self, rows: Sequence[RowHead], coef: float | None) -> Estimated:
         places, divergences = self._places(rows), list[float]()
+        if self.algorithm.correct:
+            self._held("correct", what="advantage")
         if self.algorithm.reward_kl and coef is not None:
             divergences = in_order(places, self._held("penalise", coef, what="advantage"))
         if self.algorithm.own_advantage:
@@ -166,9 +170,9 @@ class SamplesThere:
             self.crew.held("assign", [([fields[place] for place in own],) for own in places], what="advantage")
         else:
             self._held("estimate", what="advantage")
-        found: list[tuple[list[bool], RowSums]] = self._held("summarise", what="advantage")
-        teaches = in_order(places, [each for each, _ in found])
-        heads = [replace(row, teaches=own) for row, own in zip(rows, teaches, strict=True)]
+        found: list[tuple[list[tuple[bool, int]], RowSums]] = self._held("summarise", what="advantage")
+        about = in_order(places, [each for each, _ in found])
+        heads = [replace(row, teaches=teaches, trained=trained) for row, (teaches, trained) in zip(rows, about, strict=True)]
         return Estimated(heads, divergences, reduce(RowSums.__add__, (sums for _, sums in found)))
 
     def write(self, files: RolloutFiles, step: int, groups: Sequence[GroupHead], scores: Sequence[Sequence[Score]]) -> None:

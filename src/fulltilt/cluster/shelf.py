@@ -25,7 +25,7 @@ from fulltilt.batching.pack import numbers_of_rows
 from fulltilt.memory.host import usable_cores
 from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
 from fulltilt.parallel.parcels import COUNT, MOST_NUMBERS, Parcels, pack_numbers, pack_rows, unpack_numbers, unpack_rows
-from fulltilt.records import PER_TOKEN_FIELDS, AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
+from fulltilt.records import ANNOTATED_FIELDS, AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
 from fulltilt.reward.base import RewardPool, RewardStats
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.rollout import surplus
@@ -44,6 +44,7 @@ class RowSpec:
     group: int  # place among the step's groups
     sample: int  # place in its group
     reward: float
+    parts: tuple[float, ...]  # of the reward, those that the algorithm asks for
     baseline: float | None
     lag: int
 
@@ -65,8 +66,21 @@ def specify_rows(
             if exclude_errors and any(each.error is not None for each in (score, baseline) if each):
                 continue
             reward = shaped_reward(score, sample.tokens, algorithm)
-            found.append(RowSpec(number, place, reward, baseline.value if baseline else None, step - entry.step))
+            parts = tuple(reward_part(score, name) for name in algorithm.reward_parts)
+            found.append(RowSpec(number, place, reward, parts, baseline.value if baseline else None, step - entry.step))
     return found
+
+
+def reward_part(score: Score, name: str) -> float:
+    """A part of a sample's reward by its name; `score` is the whole reward. A failed reward has its value in place of every part."""
+    if score.error is not None or (name == "score" and name not in score.parts):
+        return score.value
+    if name not in score.parts:
+        raise UserError(
+            f"algorithm.reward_parts: the reward of a sample has no part {name!r}. Its parts: {', '.join(['score', *score.parts])}. Use "
+            "these names, or have the reward function return the part in its dictionary"
+        )
+    return score.parts[name]
 
 
 def build_row(group: Group, spec: RowSpec) -> Row:
@@ -77,6 +91,7 @@ def build_row(group: Group, spec: RowSpec) -> Row:
         mask=np.arange(len(prompt) + len(sample.ids)) >= len(prompt),
         group=spec.group,
         reward=spec.reward,
+        parts=spec.parts,
         baseline=spec.baseline,
         lag=spec.lag,
         rollout_logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), sample.logprobs]),
@@ -250,7 +265,7 @@ class Shelf:
         self._lent[purpose] = {index: key for each in wanted for index, key in each.items()}
 
     def _sent(self, key: Hashable, *, whole: bool) -> Row:
-        nothing: dict[str, Any] = dict.fromkeys(PER_TOKEN_FIELDS)
+        nothing: dict[str, Any] = dict.fromkeys(ANNOTATED_FIELDS)
         return self._rows[key] if whole else replace(self._rows[key], **nothing)
 
     def visiting(self, purpose: str) -> dict[int, Row]:
@@ -274,6 +289,12 @@ class Shelf:
 
     # -- advantages -----------------------------------------------------------------------------------------------------------------
 
+    def correct(self) -> None:
+        """Compare the rows with the engine that sampled them: reject what differs too much, and give the rest its weight."""
+        assert self.algorithm.correct
+        rows = self.algorithm.correct(list(self._rows.values()), everyone=self._everyone)
+        self._rows = dict(zip(self._rows, rows, strict=True))
+
     def penalise(self, coef: float) -> list[float]:
         """Take the KL penalty off the rewards. Returns the mean KL of each row."""
         assert self.algorithm.reward_kl
@@ -294,10 +315,10 @@ class Shelf:
         """Give each of the rows held here these fields."""
         self._rows = {key: replace(row, **own) for (key, row), own in zip(self._rows.items(), fields, strict=True)}
 
-    def summarise(self) -> tuple[list[bool], RowSums]:
-        """Whether each row teaches anything, and sums for metrics."""
+    def summarise(self) -> tuple[list[tuple[bool, int]], RowSums]:
+        """Of each row, whether it teaches anything and how many of its tokens are trained on; and sums for metrics."""
         rows = self.rows()
-        return [row.teaches for row in rows], RowSums.of(rows)
+        return [(row.teaches, row.trained) for row in rows], RowSums.of(rows)
 
     def close(self) -> None:
         if self._reward:

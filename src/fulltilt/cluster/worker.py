@@ -372,14 +372,14 @@ class Worker:
         return self.shelf.visiting(rows)
 
     def annotate(
-        self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool, field: str = ""
     ) -> Generator[Done, None, Annotated]:
         """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
-        other workers have sent stay here, to be given back."""
+        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found = []
-        for numbers in self._passes(role, micro_batches):
+        for numbers in self._passes(role, micro_batches, field):
             found.append(numbers)
             yield len(found), len(micro_batches)
         pads = sum(micro.pad_tokens for micro in micro_batches)
@@ -390,8 +390,11 @@ class Worker:
             self.shelf.note(rows, plan, found)
         return Annotated([], pads)
 
-    def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
+    def _passes(self, name: str, micro_batches: Sequence[MicroBatch], field: str) -> Iterator[np.ndarray]:
         role = self.roles[name]
+        if field == "sharp_logprobs":
+            assert isinstance(role, Policy)
+            role = role.sharper()
         # The reference may be the actor without its adapters.
         self.residents.need("actor" if "actor" in self.roles and role.model is self.actor.model else name)
         fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))

@@ -49,7 +49,12 @@ Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
 
 # What a need of the algorithm means: the phase it is, and the role that is asked.
-ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref"), "values": ("values", "critic")}
+ANNOTATIONS = {
+    "old_logprobs": ("old-logprob", "actor"),
+    "sharp_logprobs": ("old-logprob", "actor"),
+    "ref_logprobs": ("ref-logprob", "ref"),
+    "values": ("values", "critic"),
+}
 
 
 @dataclass(frozen=True)

@@ -317,6 +317,9 @@ class RowSums:
     values: Spread = field(default_factory=Spread)
     returns: Spread = field(default_factory=Spread)
     residuals: Spread = field(default_factory=Spread)  # returns - values
+    rejected: Spread = field(default_factory=Spread)  # of each row's tokens, the number that was rejected
+    considered: Spread = field(default_factory=Spread)  # of each row, the tokens of which some may have been rejected
+    touched: Spread = field(default_factory=Spread)  # 1 for each row that has lost a token
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> RowSums:
@@ -324,7 +327,10 @@ class RowSums:
         advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
         drawn = _trained([row for row in rows if row.lag == 0], "rollout_logprobs")
         residuals = returns - values if len(values) else values
-        return cls(*map(Spread.of, (totals, advantages, drawn, values, returns, residuals)))
+        asked = [(row.rejected, row.trained) for row in rows if row.rejected is not None]
+        rejected, touched = [lost for lost, _ in asked], [lost > 0 for lost, _ in asked]
+        considered = [lost + kept for lost, kept in asked]
+        return cls(*map(Spread.of, (totals, advantages, drawn, values, returns, residuals, rejected, considered, touched)))
 
     def __add__(self, other: RowSums) -> RowSums:
         return RowSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -333,6 +339,9 @@ class RowSums:
         found = {**self.rewards.metrics("critic/rewards"), **self.advantages.metrics("critic/advantages")}
         if self.drawn.count:
             found["rollout/entropy"] = -self.drawn.mean
+        if self.considered.count and self.considered.mean:
+            found["rollout_corr/rollout_rs_masked_fraction"] = self.rejected.mean / self.considered.mean
+            found["rollout_corr/rollout_rs_seq_masked_fraction"] = self.touched.mean
         if not self.values.count:
             return found
         found |= {**self.values.metrics("critic/values"), **self.returns.metrics("critic/returns")}

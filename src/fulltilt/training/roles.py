@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,9 +125,16 @@ class Policy(Role):
         logprobs, entropy = self.run(micro, self.learning_entropy)
         assert entropy is not None
         row, fresh = to_device(micro.trained_row, self.device), to_device(micro.fresh, self.device)
-        given = {name: getattr(micro, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
+        marked = None if micro.marked is None else to_device(micro.marked, self.device)
+        given = {name: getattr(micro, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "importance")}
         others: dict[str, Any] = {name: like(array, logprobs) for name, array in given.items() if array is not None}
-        return TokenTerms(logprobs, entropy, like(micro.weights, logprobs), row, fresh=fresh, **others)
+        return TokenTerms(logprobs, entropy, like(micro.weights, logprobs), row, fresh=fresh, marked=marked, **others)
+
+    def sharper(self) -> Policy:
+        """The same policy at half its temperature."""
+        found = copy(self)  # with everything that was set on it, the workers it computes with among them
+        found.temperature = self.temperature / 2
+        return found
 
     def nothing(self) -> torch.Tensor:
         return 0 * self.run(FILLER)[0].sum()

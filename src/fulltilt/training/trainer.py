@@ -2,26 +2,34 @@
 
 `accumulate`, then `apply`. Enters: a `MiniBatch`, or a worker's part of one, whose weights hold the global denominator, and a loss. Leaves:
 changed parameters, sums for the metrics, and the optimizer's metrics under the role's name. Guaranteed: the gradient is that of the whole
-mini-batch however it is cut into micro-batches and dealt to workers; one that is not finite changes nothing and shows.
+mini-batch however it is cut into micro-batches and dealt to workers; one that is not finite changes nothing and shows. A loss that treats
+some tokens of a mini-batch apart gets them from `Marking`, after a pass without gradient over all micro-batches.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from fulltilt.records import LossParts, LossSums, MiniBatch
+from fulltilt.records import LossParts, LossSums, MicroBatch, MiniBatch
 from fulltilt.training.optim import Optimizer
-from fulltilt.training.roles import Role
+from fulltilt.training.roles import FILLER, Role, annotate_all
+
+# The micro-batches, the policy's log-probs of their trained tokens and the number of updates so far -> the micro-batches with `marked`.
+Marking = Callable[[Sequence[MicroBatch], Sequence[np.ndarray], int], list[MicroBatch]]
 
 
 class Trainer:
-    def __init__(self, role: Role, loss: Callable[[Any], LossParts]) -> None:
-        """`loss` takes the role's `terms`."""
+    def __init__(
+        self, role: Role, loss: Callable[[Any], LossParts], marking: Marking | None = None, rest: Callable[[], None] | None = None
+    ) -> None:
+        """`loss` takes the role's `terms`. `rest`: ends passes without gradient, where parameters are shared out."""
         assert role.optimizer is not None
+        self.marking, self.rest = marking, rest
         self.role = role
         self.optimizer: Optimizer = role.optimizer
         self.loss = loss
@@ -42,6 +50,8 @@ class Trainer:
         self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         micro_batches = [micro for micro in batch.micro_batches if len(micro.trained)]
+        if self.marking:
+            micro_batches = yield from self._marked(micro_batches, passes, self.marking)
         for micro in micro_batches:
             parts = self.loss(self.role.terms(micro))
             parts.loss.backward()  # type: ignore[no-untyped-call]
@@ -54,6 +64,15 @@ class Trainer:
             self.role.nothing().backward()  # type: ignore[no-untyped-call]
             yield
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
+
+    def _marked(self, micro_batches: list[MicroBatch], passes: int, marking: Marking) -> Generator[None, None, list[MicroBatch]]:
+        logprobs = []
+        for numbers in annotate_all(self.role, [*micro_batches, *[FILLER] * (passes - len(micro_batches))]):
+            logprobs.append(numbers)
+            yield
+        if self.rest:
+            self.rest()
+        return marking(micro_batches, logprobs[: len(micro_batches)], self.optimizer.updates)
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there."""
