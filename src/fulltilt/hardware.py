@@ -81,7 +81,8 @@ ACCELERATORS = (
 )
 NAMES = {own.name.lower(): own for own in ACCELERATORS}
 WRITTEN = re.compile(
-    r"(?:(?P<count>\d+)\s*[x*]\s*)?(?:nvidia[-_ ]*)?(?:geforce[-_ ]*)?(?:rtx[-_ ]*)?(?P<name>[a-z0-9-]+?)(?:[-_ ]?(?P<memory>\d+)\s*gi?b)?",
+    r"(?:(?P<count>\d+)\s*[x*]\s*)?(?:nvidia[-_ ]*)?(?:geforce[-_ ]*)?(?:rtx[-_ ]*)?"
+    r"(?P<name>[a-z0-9-]+?)(?:[-_ ]?(?P<memory>\d+)\s*g(?:i?b)?)?",
     re.IGNORECASE,
 )
 

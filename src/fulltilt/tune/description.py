@@ -40,10 +40,16 @@ from typing import Any, Literal
 from fulltilt.hardware import Accelerator, Cluster
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
+from fulltilt.tune.constants import FULLTILT, VERL, SystemCosts
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.shapes import named_shape
 
 Backend = Literal["megatron", "fsdp"]
+LAYOUT_WORDS = {
+    "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
+    "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
+}  # fmt: skip
+MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] that are about batches
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,12 @@ class TrainLayout:
 
     @staticmethod
     def parse(text: str) -> TrainLayout:
-        words = dict(tp="tensor", pp="pipeline", vpp="virtual", cp="context", sp="sequence", ep="expert", etp="expert_tensor", fsdp="shard")
-        words |= {"ulysses": "sequence", "hsdp": "shard"}
         found = {name: int(size) for name, size in re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower())}
-        if unknown := found.keys() - words.keys() - {"dp", "edp"}:
-            raise UserError(f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8")
-        return TrainLayout(**{words[name]: max(1, size) for name, size in found.items() if name in words})
+        if unknown := found.keys() - LAYOUT_WORDS.keys() - {"dp", "edp"}:
+            raise UserError(
+                f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8"
+            )
+        return TrainLayout(**{LAYOUT_WORDS[name]: max(1, size) for name, size in found.items() if name in LAYOUT_WORDS})
 
     @property
     def model_parallel(self) -> int:
@@ -123,18 +129,26 @@ class RunDescription:
     fused_head: bool = False  # logits are never whole
     fused_rope: bool = False
     entropy: bool = True  # the update computes the entropy's gradient
+    system: SystemCosts = VERL
     name: str = ""
 
     def __post_init__(self) -> None:
         together = self.layout.model_parallel
         if self.cluster.gpus % together:
-            raise UserError(f"{self.name or 'layout'}: {self.cluster.gpus} GPUs cannot be divided into groups of {together}. Change the layout")
+            raise UserError(
+                f"{self.name or 'layout'}: {self.cluster.gpus} GPUs cannot be divided into groups of {together}. Change the layout"
+            )
         if self.layout.pipeline * self.layout.virtual > len(self.shape.layers):
             raise UserError(f"{self.name or 'layout'}: more pipeline stages than the model's {len(self.shape.layers)} layers. Use fewer")
 
     @property
     def gpu(self) -> Accelerator:
         return self.cluster.gpu
+
+    @property
+    def fused_layers(self) -> bool:
+        """Whether norms, positions and gates are one kernel each. FSDP runs of other systems have Hugging Face's layers."""
+        return self.backend != "fsdp" or self.system is FULLTILT
 
     @property
     def data(self) -> int:
@@ -167,7 +181,7 @@ class RunDescription:
         return replace(self, lengths=replace(self.lengths, response=tokens))
 
 
-# ---- TOML ------------------------------------------------------------------------------------------------------------------------------
+# ---- TOML --------------------------------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> RunDescription:
@@ -187,7 +201,7 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
     model, train, batch = parts["model"], parts["train"], parts["batch"]
     if "shape" not in model:
         raise UserError(f"{name}: model.shape is missing. Give a named shape or a folder with a config.json")
-    budgets = {key: train.pop(key) for key in ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch") if key in train}
+    budgets = {key: train.pop(key) for key in MICRO_BATCHES if key in train}
     offload = train.pop("offload", None)
     everything = ("offload_params", "offload_grads", "offload_optimizer")
     extra = dict.fromkeys(everything, bool(offload)) if offload is not None else {}
@@ -200,11 +214,12 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
             engine=EngineDescription(**checked(parts["rollout"], EngineDescription, f"{name}: rollout")),
             batch=BatchDescription(**checked(batch | budgets, BatchDescription, f"{name}: batch")),
             recompute=Recompute(train.pop("recompute", "none")),
+            system={"verl": VERL, "fulltilt": FULLTILT}[train.pop("system", "verl")],
             name=name,
             **checked(extra | train | model, RunDescription, f"{name}: train"),
         )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: {error}. Correct the value") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
 
 
 def section_of(given: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
@@ -228,8 +243,10 @@ def cluster_of(given: dict[str, Any]) -> Cluster:
     per_machine = int(given.pop("per_machine", found.per_machine))
     own = {"flops", "hbm", "host_link", "gpu_link", "network", "matmul_share"}
     if unknown := given.keys() - own:
-        raise UserError(f"hardware: unknown key {', '.join(sorted(unknown))}. Known are gpus, memory_gb, per_machine, {', '.join(sorted(own))}")
-    gpu = replace(found.gpu, **{key: float(value) for key, value in given.items()})
+        raise UserError(
+            f"hardware: unknown key {', '.join(sorted(unknown))}. Known are gpus, memory_gb, per_machine, {', '.join(sorted(own))}"
+        )
+    gpu = replace(found.gpu, **{key: float(value) for key, value in given.items()})  # type: ignore[arg-type]
     if gigabytes is not None:
         gpu = replace(gpu, memory=int(float(gigabytes) * 1e9))
     return Cluster(gpu, found.gpus, per_machine)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
-from fulltilt.footprint import HeadOptions, head_bytes
+from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.plan import ACTIVATION_MARGIN
 from fulltilt.shape import Shape
 from fulltilt.tune import constants as c
@@ -60,6 +61,9 @@ class MemoryModel:
     def fits(self) -> bool:
         return self.engine_starts and all(phase.fits for phase in self.phases.values())
 
+    def as_json(self) -> dict[str, dict[str, int]]:
+        return {phase: {**found.kinds, "total": found.total, "limit": found.limit} for phase, found in self.phases.items()}
+
     @property
     def reasons(self) -> list[str]:
         """Why it does not fit, one line for each phase that does not."""
@@ -89,11 +93,12 @@ def memory_of(run: RunDescription) -> MemoryModel:
     found: dict[Phase, dict[str, int]] = {
         "rollout": base | stays | {"reference": resident_ref, "engine": share},
         "sync": base | stays | {"parameters": held["parameters"], "reference": resident_ref, "engine": own + c.ASLEEP},
-        "logprob": base | stays | asleep | {"parameters": held["parameters"], "reference": ref, "workspace": c.WORKSPACE} | forward_bytes(run),
-        "update": base | held | asleep | {"reference": resident_ref, "workspace": c.WORKSPACE} | update_bytes(run),
+        "logprob": base | stays | asleep | {"parameters": held["parameters"], "reference": ref} | forward_bytes(run),
+        "update": base | held | asleep | {"reference": resident_ref} | update_bytes(run),
     }
     trainer = ("parameters", "gradients", "optimizer", "activations", "head", "reference")
     for kinds in found.values():
+        kinds["workspace"] = c.WORKSPACE
         kinds["fragmentation"] = int(c.FRAGMENTED * sum(kinds.get(kind, 0) for kind in trainer))
     limit = run.gpu.memory
     return MemoryModel(
@@ -118,6 +123,7 @@ class ParameterCounts:
         return self.shared + self.experts
 
 
+@cache
 def parameters(shape: Shape) -> ParameterCounts:
     """Of a whole model."""
     total = sum(shape.parameters_by_kind().values())
@@ -137,7 +143,7 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
         return parameters(shape)
     stage = parameters(run.fullest_stage)
     tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 else 2)
-    outside = sum(shape.parameters_by_kind()[kind] for kind in ("embedding", "head"))
+    outside = shape.vocabulary * shape.width * (1 if shape.tied else 2)
     expert_parts = layout.expert * (layout.expert_tensor if layout.expert_tensor > 1 or layout.expert > 1 else layout.tensor)
     return ParameterCounts((stage.shared - outside + tables) // layout.tensor, stage.experts // expert_parts)
 
@@ -172,14 +178,14 @@ def groups(run: RunDescription) -> int:
     return sum(size > 1 for size in sizes)
 
 
-# ---- micro-batches -------------------------------------------------------------------------------------------------------------------------
+# ---- micro-batches -----------------------------------------------------------------------------------------------------------------------
 
 
 def update_tokens(run: RunDescription) -> float:
     """Tokens on each GPU of the largest micro-batch of the update."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
     if batch.token_budget is not None:
-        return min(run.tokens / max(1, run.data * batch.updates * together) + lengths.mean, max(batch.token_budget, lengths.longest_row / together))
+        return most_tokens(run, batch.token_budget, batch.updates)
     return lengths.micro_batch_tokens(batch.micro_batch, max(1, batch.rows // batch.micro_batch)) / together
 
 
@@ -187,8 +193,15 @@ def forward_tokens(run: RunDescription) -> float:
     """The same, of passes without gradient."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
     if batch.forward_token_budget is not None:
-        return min(run.tokens / max(1, run.data * together) + lengths.mean, max(batch.forward_token_budget, lengths.longest_row / together))
+        return most_tokens(run, batch.forward_token_budget, 1)
     return lengths.micro_batch_tokens(batch.forward_micro_batch, max(1, batch.rows // batch.forward_micro_batch)) / together
+
+
+def most_tokens(run: RunDescription, budget: int, updates: int) -> float:
+    """Tokens on each GPU of a micro-batch with this budget: all that there are, or the budget, or a sample that is longer alone."""
+    together = run.layout.context * run.layout.sequence
+    there = run.tokens / (run.data * updates) * run.lengths.imbalance(run.data, run.batch.rows // (run.data * updates))
+    return min((there + run.lengths.mean) / together, max(float(budget), (run.lengths.prompt + run.lengths.most_response) / together))
 
 
 def in_flight(run: RunDescription) -> float:
@@ -198,34 +211,40 @@ def in_flight(run: RunDescription) -> float:
 
 
 def update_bytes(run: RunDescription) -> dict[str, int]:
-    tokens, fused = update_tokens(run), run.backend != "fsdp"
-    stage = run.fullest_stage
-    kept = stage.kept_bytes(BF16, fused=fused, recompute=run.recompute) / run.layout.tensor
-    largest = max(stage.layer_bytes(layer, BF16, fused=fused) for layer in set(stage.layers)) / run.layout.tensor
+    """Activations and the head, on the pipeline's first stage, which holds most micro-batches, or on its last, which has the head. The head
+    is done before the layers' backward pass begins."""
+    tokens, stage = update_tokens(run), run.fullest_stage
+    kept = ACTIVATION_MARGIN * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
     again = 1 if run.recompute.units(len(stage.layers)) else 0
-    working = largest * (1 + again)
-    # The head is done before the layers' backward pass begins. In a pipeline it is on another GPU than the stage with most activations.
-    head = 0 if run.layout.pipeline > 1 else head_of(run, tokens, learns=True)
-    activations = ACTIVATION_MARGIN * tokens * (in_flight(run) * kept + (working if head < working * tokens else 0))
-    return {"activations": int(activations), "head": head if head >= working * tokens else 0}
+    working = ACTIVATION_MARGIN * tokens * largest_layer(run) * (1 + again)
+    head = head_of(run, tokens, learns=True)
+    first, last = in_flight(run) * kept + working, kept + max(head, working)
+    if last < first or head < working:
+        return {"activations": int(max(first, last)), "head": 0}
+    return {"activations": int(kept), "head": head}
 
 
 def forward_bytes(run: RunDescription) -> dict[str, int]:
-    tokens, fused = forward_tokens(run), run.backend != "fsdp"
-    layer = max(run.shape.layer_bytes(layer, BF16, fused=fused) for layer in set(run.shape.layers)) / run.layout.tensor
-    head = head_of(run, tokens, learns=False)
-    return {"activations": int(tokens * layer) if head < tokens * layer else 0, "head": head if head >= tokens * layer else 0}
+    tokens = forward_tokens(run)
+    layer, head = int(tokens * largest_layer(run)), head_of(run, tokens, learns=False)
+    return {"activations": layer, "head": 0} if head < layer else {"activations": 0, "head": head}
+
+
+def largest_layer(run: RunDescription) -> float:
+    """Bytes of a token in the layer that keeps most."""
+    return max(run.shape.layer_bytes(layer, BF16, fused=run.fused_layers) for layer in set(run.shape.layers)) / run.layout.tensor
 
 
 def head_of(run: RunDescription, tokens: float, *, learns: bool) -> int:
     vocabulary = run.shape.vocabulary // run.layout.tensor
     if run.fused_head:
-        return head_bytes(int(tokens), vocabulary, run.shape.width, HeadOptions(), entropy="gradient" if learns and run.entropy else "value").peak
+        entropy: Entropy = "gradient" if learns and run.entropy else "value"
+        return head_bytes(int(tokens), vocabulary, run.shape.width, HeadOptions(), entropy=entropy).peak
     each = c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)
     return int(tokens * vocabulary * each)
 
 
-# ---- the engine -----------------------------------------------------------------------------------------------------------------------------
+# ---- the engine --------------------------------------------------------------------------------------------------------------------------
 
 
 def engine_weights(run: RunDescription) -> int:

@@ -100,9 +100,7 @@ def named_shape(text: str) -> Shape:
         return Shape.read(text)
     if found := find_shape(text):
         return Shape.from_config(found)
-    raise UserError(
-        f"{text!r} is neither a folder with a config.json nor a named shape. Named shapes: {listed([*PUBLISHED, *SHAPES], 60)}"
-    )
+    raise UserError(f"{text!r} is neither a folder with a config.json nor a named shape. Named shapes: {listed([*PUBLISHED, *SHAPES], 60)}")
 
 
 def find_shape(text: str) -> Sizes | None:

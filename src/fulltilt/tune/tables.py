@@ -133,7 +133,7 @@ class Prediction:
         return self.memory.fits != self.row.ran_out if self.row.ran or self.row.ran_out else None
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------------------------------
+# ---- reading -----------------------------------------------------------------------------------------------------------------------------
 
 
 def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> Table:
@@ -196,6 +196,7 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, hardware: st
         offload_grads=offload,
         offload_optimizer=offload,
         reference=facts.reference,
+        offload_reference=backend == "fsdp",  # verl's FSDP workers always keep it on the host
         fused_head=facts.fused_head or "fused_kernel" in other or "fused kernel" in other or everything,
         fused_rope=facts.fused_rope or "rope_fusion" in other or "rope fusion" in other or everything,
         entropy=facts.entropy and not re.search(r"entropy_?coeff?\s*=\s*0", other),
@@ -279,7 +280,7 @@ def tokens_in(text: str | None, default: int) -> int:
     return default if found is None or found < 1 else int(found)
 
 
-# ---- lengths ------------------------------------------------------------------------------------------------------------------------------------
+# ---- lengths -----------------------------------------------------------------------------------------------------------------------------
 
 
 def with_lengths(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -305,14 +306,14 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
     if not timed:
         return lengths.prompt + lengths.most_response / 8
     low, high = 1.0, float(lengths.most_response)
-    for _ in range(24):
+    for _ in range(16):
         middle = math.sqrt(low * high)
         ratios = [update_seconds(row.run.with_response(middle)).total / row.measured["update_actor"] for row in timed]
         low, high = (middle, high) if median(ratios) < 1 else (low, middle)
     return lengths.prompt + low
 
 
-# ---- comparing --------------------------------------------------------------------------------------------------------------------------------------
+# ---- comparing ---------------------------------------------------------------------------------------------------------------------------
 
 
 def predict(table: Table) -> list[Prediction]:
@@ -356,7 +357,7 @@ def ideal_seconds(run: RunDescription) -> float:
     return run.batch.rows * each / (run.cluster.gpus * run.gpu.flops)
 
 
-# ---- showing ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- showing -----------------------------------------------------------------------------------------------------------------------------
 
 SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
 
@@ -415,12 +416,17 @@ def as_json(tables: Sequence[Table], predictions: Sequence[Prediction]) -> dict[
             "predicted": {name: round(seconds, 2) for name, seconds in own.times.items()}, "measured": dict(own.row.measured),
             "binds": {name: phase.binds for name, phase in own.seconds.phases.items()},
             "causes": {"update_actor": {cause: round(seconds, 2) for cause, seconds in own.seconds.update.causes.items()}},
-            "memory": {phase: dict(found.kinds) | {"total": found.total, "limit": found.limit} for phase, found in own.memory.phases.items()},
+            "memory": own.memory.as_json(),
         }
         for own in predictions
     ]  # fmt: skip
     errors = {
-        column: {"rows": found.rows, "mean_relative_error": found.error, "constant_mfu_error": found.baseline, "constant_mfu": dict(found.shares)}
+        column: {
+            "rows": found.rows,
+            "mean_relative_error": found.error,
+            "constant_mfu_error": found.baseline,
+            "constant_mfu": dict(found.shares),
+        }
         for column in SHOWN
         if (found := compare(predictions, column))
     }

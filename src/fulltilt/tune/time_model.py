@@ -11,8 +11,10 @@ other after every mini-batch, so the one with most tokens counts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
@@ -73,11 +75,16 @@ def seconds_of(run: RunDescription) -> StepSeconds:
         old_logprob=logprob,
         ref_logprob=logprob if run.reference else PhaseSeconds(),
         update=update_seconds(run),
-        other=PhaseSeconds({"scoring": c.SCORING * run.batch.rows}),
+        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rows}),
     )
 
 
-# ---- passes over micro-batches --------------------------------------------------------------------------------------------------------------
+@cache
+def model_size(shape: Shape) -> ModelSize:
+    return ModelSize.of_shape(shape)
+
+
+# ---- passes over micro-batches -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
     hidden = found["products"] + found["attention"] + found["memory traffic"]
     found["gathering parameters"] = max(0.0, gathered - hidden)  # FSDP fetches a layer while another computes
     on_device = sum(seconds for cause, seconds in found.items() if cause not in ("launches", "unfused positions"))
-    found["launches"] -= c.HIDDEN * min(on_device, found["launches"])
+    found["launches"] -= run.system.hidden * min(on_device, found["launches"])
     stages, virtual = run.layout.pipeline, run.layout.virtual
     found["pipeline bubble"] = (stages - 1) / (virtual * passes.at_once) * sum(found.values())
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
@@ -155,7 +162,9 @@ def times_forward(run: RunDescription, passes: Passes) -> float:
 def product_seconds(run: RunDescription, passes: Passes) -> float:
     """Matrix products of the layers, each at the rate that its sides allow."""
     rate = run.gpu.flops * run.gpu.matmul_share
-    each = sum(layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer in run.shape.layers)
+    each = sum(
+        count * layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer, count in Counter(run.shape.layers).items()
+    )
     group = run.layout.model_parallel
     return passes.tokens * each * times_forward(run, passes) / group / rate
 
@@ -172,20 +181,21 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
         parts = layout.tensor if copies == 1 or layout.expert == layout.expert_tensor == 1 else layout.expert_tensor
         cut_inner = name.endswith(("o_proj", "down_proj"))
         sides = (rows, inner / parts if cut_inner else inner, outer if cut_inner else outer / parts)
-        found += 2.0 * inner * outer * active * (1 + c.TILE * sum(1 / max(1.0, side) for side in sides))
+        uneven = c.EXPERT_IMBALANCE if copies > 1 and layout.expert > 1 else 1.0
+        found += uneven * 2.0 * inner * outer * active * (1 + c.TILE * sum(1 / max(1.0, side) for side in sides))
     return found
 
 
 def attention_seconds(run: RunDescription, passes: Passes) -> float:
-    flops = update_flops(ModelSize.of_shape(run.shape), run.lengths.rows, 0).attention / 3 / sum(run.lengths.rows)  # of a token, forward
+    flops = update_flops(model_size(run.shape), run.lengths.rows, 0).attention / 3 / sum(run.lengths.rows)  # of a token, forward
     rate = run.gpu.flops * run.gpu.matmul_share * c.ATTENTION_SHARE
     return passes.tokens * flops * times_forward(run, passes) / run.layout.model_parallel / rate
 
 
 def traffic_seconds(run: RunDescription, passes: Passes) -> float:
     """What operations between products read and write."""
-    fused = run.backend != "fsdp"
-    kept = sum(run.shape.layer_bytes(layer, BF16, fused=fused) for layer in run.shape.layers)
+    fused = run.fused_layers
+    kept = sum(count * run.shape.layer_bytes(layer, BF16, fused=fused) for layer, count in Counter(run.shape.layers).items())
     again = 1.0 if run.recompute.kind != "none" and passes.learns else 0.0
     times = (c.FORWARD_TRAFFIC * (1 + again) + (c.BACKWARD_TRAFFIC if passes.learns else 0)) * (1 if fused else c.UNFUSED_TRAFFIC)
     return passes.tokens * kept * times / run.layout.model_parallel / (run.gpu.hbm * c.HBM_SHARE)
@@ -201,21 +211,21 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
     if not run.fused_head:
         entropy = run.entropy or not passes.learns
         moved = numbers * c.LOGIT_TRAFFIC * (1 + passes.learns) * (1 + entropy)
-    seconds = flops / (run.gpu.flops * run.gpu.matmul_share) + moved / (run.gpu.hbm * c.HBM_SHARE)
-    return seconds
+    return flops / (run.gpu.flops * run.gpu.matmul_share) + moved / (run.gpu.hbm * c.HBM_SHARE)
 
 
 def launch_seconds(run: RunDescription, passes: Passes) -> float:
     """The host's launches in all micro-batches, layer by layer; stages of a pipeline launch at the same time."""
     layers, layout = run.shape.layers, run.layout
-    ring = c.HOST_RING * (layout.context - 1)
-    each = sum(c.HOST_LAYER + ring + (c.HOST_EXPERTS if layer.experts else 0) for layer in layers) / layout.pipeline
+    system = run.system
+    ring = system.host_ring * (layout.context - 1)
+    each = sum(system.host_layer + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
     return passes.batches * each * times_forward(run, passes)
 
 
 def rope_seconds(run: RunDescription, passes: Passes) -> float:
     """Rotary positions of packed sequences where no kernel does them at once."""
-    if run.fused_rope or run.backend == "fsdp":  # Hugging Face's own runs over the whole stream, which memory traffic counts
+    if run.fused_rope or run.backend == "fsdp":  # that of Hugging Face runs over the whole stream, which memory traffic counts
         return 0.0
     forward, backward = c.ROPE_LAUNCHES
     launches = forward * (1 + again_share(run, passes)) + (backward if passes.learns else 0)
@@ -263,7 +273,7 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
     return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
 
 
-# ---- phases -----------------------------------------------------------------------------------------------------------------------------------
+# ---- phases ------------------------------------------------------------------------------------------------------------------------------
 
 
 def update_seconds(run: RunDescription) -> PhaseSeconds:
@@ -276,7 +286,7 @@ def update_seconds(run: RunDescription) -> PhaseSeconds:
 def logprob_seconds(run: RunDescription) -> PhaseSeconds:
     found = pass_seconds(run, forward_passes(run)) | {"handing out rows": driver_seconds(run, trains=False)}
     if run.offload_params:
-        found["offload"] = 2 * held_bytes(run)["parameters"] / c.HOST_COPY
+        found["offload"] = 2 * held_bytes(run)["parameters"] / host_copy(run)
     return PhaseSeconds(found)
 
 
@@ -295,7 +305,12 @@ def offload_seconds(run: RunDescription) -> float:
     """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
     held = held_bytes(run)
     moved = sum(held[kind] for kind, offloaded in (("parameters", run.offload_params), ("optimizer", run.offload_optimizer)) if offloaded)
-    return 2 * moved / c.HOST_COPY
+    return 2 * moved / host_copy(run)
+
+
+def host_copy(run: RunDescription) -> float:
+    """Bytes per second to and from the host."""
+    return min(run.gpu.host_link, run.system.host_copy)
 
 
 def driver_seconds(run: RunDescription, *, trains: bool) -> float:
@@ -303,20 +318,20 @@ def driver_seconds(run: RunDescription, *, trains: bool) -> float:
     that compute the same rows get a copy each; FSDP's workers each get their own rows."""
     row = 3 * 8 * run.lengths.longest_row + (8 + 4 * (4 if trains else 1)) * run.lengths.most_response
     copies = run.layout.model_parallel if run.backend == "megatron" else 1
-    return run.batch.rows * row * copies / c.DRIVER_RATE
+    return run.batch.rows * row * copies / run.system.driver_rate
 
 
 def sync_seconds(run: RunDescription) -> PhaseSeconds:
     if not run.engine.own_copy:
         return PhaseSeconds()
     whole = BF16 * parameters(run.shape).total
-    found = {"parameters to the engine": whole / c.SYNC_RATE}
+    found = {"parameters to the engine": whole / run.system.sync_rate}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
-    found["gathering rows"] = run.batch.rows * row / c.DRIVER_RATE
+    found["gathering rows"] = run.batch.rows * row / run.system.driver_rate
     return PhaseSeconds(found)
 
 
-# ---- rollout --------------------------------------------------------------------------------------------------------------------------------------
+# ---- rollout -----------------------------------------------------------------------------------------------------------------------------
 
 
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
@@ -351,10 +366,10 @@ def concurrency(run: RunDescription) -> float:
 
 def decode_step(run: RunDescription, running: float, context: float) -> dict[str, float]:
     """Seconds of one step with so many samples, by cause."""
-    shape, gpu, parts = run.shape, run.gpu, run.engine.tensor
+    shape, gpu, parts, system = run.shape, run.gpu, run.engine.tensor, run.system
     bandwidth = gpu.hbm * c.HBM_SHARE
     weights = read_weights(shape, running) / parts
-    size = ModelSize.of_shape(shape)
+    size = model_size(shape)
     reading = BF16 * weights / bandwidth
     computing = 2 * (size.layer_weights + size.head_weights) * running / parts / (gpu.flops * gpu.matmul_share)
     keys = running * context * shape.kv_bytes_per_token(BF16) / kv_parts(run) / bandwidth
@@ -365,8 +380,8 @@ def decode_step(run: RunDescription, running: float, context: float) -> dict[str
         found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
     on_device = sum(found.values())
     if not run.engine.graphs:
-        found["launches"] = max(0.0, len(shape.layers) * c.EAGER_LAYER - on_device)
-    found["scheduling"] = c.ENGINE_STEP + running * (c.ENGINE_SEQUENCE + (c.ENGINE_BROADCAST if parts > 1 else 0))
+        found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
+    found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
     return found
 
 
@@ -382,6 +397,6 @@ def read_weights(shape: Shape, running: float) -> float:
 
 def prefill_seconds(run: RunDescription) -> float:
     """Prompts, each once for all its samples."""
-    size = ModelSize.of_shape(run.shape)
+    size = model_size(run.shape)
     tokens = run.batch.prompts * run.lengths.prompt / run.cluster.gpus
     return 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
