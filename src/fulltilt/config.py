@@ -75,17 +75,18 @@ class Mistake:
 # ---- reading -----------------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = ()) -> Config:
+def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = (), *, here: bool = True) -> Config:
     """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
 
-    `rules`: further ones, of rooms that this one must not import.
+    `rules`: further ones, of rooms that this one must not import. `here`: whether files, folders and models that it names must exist.
     """
-    return parse(read_toml(Path(path)), overrides, str(path), rules)
+    return parse(read_toml(Path(path)), overrides, str(path), rules, here=here)
 
 
 def parse(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = ()
-) -> Config:
+    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = (), *,
+    here: bool = True,
+) -> Config:  # fmt: skip
     """Do what `load` does, from tables that were read already; `origin` names them in the error."""
     if _too_deep(data):
         raise UserError(f"{origin}: tables and lists are nested more than {MOST_DEPTH} deep. No key takes such a value: remove it")
@@ -97,7 +98,9 @@ def parse(
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     reported = {key for mistake in mistakes for key in mistake.about}
     found = [mistake.text for mistake in mistakes]
-    found += [text for rule in (*RULES, *rules) if reported.isdisjoint(rule.keys) for text in _broken(rule, config)]
+    found += [
+        text for rule in (*(RULES if here else RULES_ANYWHERE), *rules) if reported.isdisjoint(rule.keys) for text in _broken(rule, config)
+    ]
     if found:
         raise UserError(report(origin, found))
     return config
@@ -723,20 +726,23 @@ _NUMBERS = (
     *("algorithm.critic_warmup", "rollout.temperature", "rollout.max_new_tokens", "run.epochs"),
     *("algorithm.reward_kl_coef", "algorithm.reward_kl_target", "algorithm.reward_kl_horizon"),
 )
-RULES: tuple[ConfigRule, ...] = (
-    *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
+RULES_ANYWHERE: tuple[ConfigRule, ...] = (
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     ConfigRule(("run.keep_best", "run.eval_every", "run.save_every", "algorithm.name"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
-    ConfigRule(("reward.function", "reward.sources"), _rewards_exist),
     *_rules_of_use(),
     ConfigRule(tuple(sorted({key for feature in knobs.FEATURES.values() for key in feature.keys})), _together),
-    ConfigRule(("run.dir",), _run_folder),
     ConfigRule(("cluster.address",), _address),
     ConfigRule(("cluster.stall_s", "cluster.deadline_s"), _stalls),
     ConfigRule(("algorithm.name", "algorithm.advantage", "algorithm.loss"), _algorithm_reads),
     ConfigRule(_NUMBERS, _wrong_numbers),
+)
+RULES: tuple[ConfigRule, ...] = (  # with those about files, folders and models that a configuration names
+    *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
+    ConfigRule(("reward.function", "reward.sources"), _rewards_exist),
+    *RULES_ANYWHERE,
+    ConfigRule(("run.dir",), _run_folder),
 )
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
-from fulltilt.plan import ACTIVATION_MARGIN
+from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
 from fulltilt.shape import Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import RunDescription
@@ -85,6 +85,8 @@ def memory_of(run: RunDescription) -> MemoryModel:
         kind: 0 if offloaded else held[kind]
         for kind, offloaded in zip(held, (run.offload_params, run.offload_grads, run.offload_optimizer), strict=True)
     }
+    if run.system.streams_optimizer and run.offload_optimizer:
+        held["optimizer"] = min(held["optimizer"], STREAMED)
     base = {"context": c.CONTEXT + c.COMMUNICATOR * groups(run)}
     resident_ref = 0 if run.offload_reference else ref
     share, weights = engine_bytes(run), engine_weights(run)

@@ -137,7 +137,7 @@ class Prediction:
 
 
 def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> Table:
-    """`hardware`: the GPU of all rows, instead of the table's; `shape`: the model, where the table does not name it."""
+    """`hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, where the table does not name it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -154,12 +154,19 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
         if not any(given.values()):
             continue
         try:
-            rows.append(row_of(given, path, stated, hardware, shape, line))
+            rows.append(row_of(given, path, stated, shape, line))
         except UserError as error:
             skipped.append(f"line {line}: {error}")
     if not rows:
         raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
-    return Table(path, with_lengths(rows), skipped)
+    found = with_lengths(rows)
+    return Table(path, [on_hardware(row, hardware) for row in found] if hardware else found, skipped)
+
+
+def on_hardware(row: TableRow, hardware: str) -> TableRow:
+    """The same run on other GPUs, of which nothing was measured."""
+    cluster = Cluster.parse(hardware, row.run.cluster.gpus)
+    return replace(row, run=replace(row.run, cluster=cluster), measured={}, ran=False, ran_out=False)
 
 
 def columns_of(headers: Iterable[str]) -> dict[str, str]:
@@ -173,13 +180,13 @@ def columns_of(headers: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, hardware: str | None, shape: str | None, line: int) -> TableRow:
+def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str | None, line: int) -> TableRow:
     sizes = find_shape(shape or given.get("model") or "") or find_shape(path.stem)
     if sizes is None:
         raise UserError(f"model {given.get('model') or path.stem!r} is not known. Name it with --shape")
     number = given.get("number") or str(line)
     layout, other = given["train_parallel"], given.get("other", "").lower()
-    cluster = Cluster.parse(hardware or given.get("gpu") or "H100", int(number_in(given["gpus"], "num_gpus")))
+    cluster = Cluster.parse(given.get("gpu") or "H100", int(number_in(given["gpus"], "num_gpus")))
     backend: Backend = "fsdp" if "fsdp" in f"{given.get('backend', '')}{layout}".lower() else "megatron"
     offload = truth(given.get("offload"), facts.offload)
     everything = "all optimi" in other
@@ -366,7 +373,7 @@ def lines(tables: Sequence[Table], predictions: Sequence[Prediction]) -> Iterato
     """Prediction beside measurement, as a table for people."""
     for table in tables:
         own = [each for each in predictions if each.row.table == table.path.name]
-        yield f"{table.path.name}: predicted / measured, seconds"
+        yield f"{table.path.name}: predicted / measured seconds"
         head = ["row", "gpus", "train", "rollout", "memory, GiB", *SHOWN]
         body = [cells_of(each) for each in own]
         widths = [max(len(line[place]) for line in [head, *body]) for place in range(len(head))]

@@ -303,8 +303,9 @@ def optimizer_seconds(run: RunDescription) -> float:
 
 def offload_seconds(run: RunDescription) -> float:
     """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
-    held = held_bytes(run)
-    moved = sum(held[kind] for kind, offloaded in (("parameters", run.offload_params), ("optimizer", run.offload_optimizer)) if offloaded)
+    held, times = held_bytes(run), run.batch.updates if run.system.streams_optimizer else 1
+    moved = held["parameters"] if run.offload_params else 0
+    moved += times * held["optimizer"] if run.offload_optimizer else 0
     return 2 * moved / host_copy(run)
 
 
