@@ -20,13 +20,14 @@ from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune import tables
+from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
 from fulltilt.tune.report import report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, named_shape
 from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
-from fulltilt.tune.time_model import seconds_of, update_seconds
+from fulltilt.tune.time_model import pass_seconds, seconds_of, update_passes, update_seconds
 
 PUBLISHED_TABLES = Path(__file__).parent / "data" / "published"
 SOURCE = Path(__file__).parents[1] / "src"
@@ -164,7 +165,7 @@ def test_the_command_predicts_tables() -> None:
 
 def test_the_command_plans_runs_of_models_that_are_not_here(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
-    run.write_text('[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n')
+    run.write_text('[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 1\n')
     code, out = plan(run, "--hardware", "8xH200", "--json")
     found = json.loads(out)
     assert code == 0 and found["fits"] and found["step_seconds"]["update-actor"] > 0 and found["knobs"]["train.shard"] == "optimizer"
@@ -250,6 +251,22 @@ def test_what_a_setting_costs_is_seen() -> None:
     assert update_seconds(moe).causes["collectives in layers"] > 0
 
 
+# fulltilt on one H200, measured (docs/bench.md, docs/performance.md): tokens/s of 128 x 8 samples of 401 tokens, and MFU of an update.
+OWN = {"0.5B": (137_000, 0.46), "1.5B": (70_000, 0.56), "7B": (25_700, 0.62)}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_runs_on_one_device_are_predicted_without_having_been_fitted(name: str) -> None:
+    run = run_of(
+        shape=Shape.named(name), cluster=Cluster.parse("1xH200"), lengths=Lengths(512, 2048, 100, 401), layout=TrainLayout(),
+        engine=EngineDescription(memory_share=0.8, own_copy=False), batch=BatchDescription(128, 8, 128, token_budget=16384),
+        fused_head=True, fused_rope=True, system=FULLTILT,
+    )  # fmt: skip
+    speed, mfu = OWN[name]
+    assert run.batch.rows * 401 / seconds_of(run).generation.total == pytest.approx(speed, rel=0.2)
+    assert tables.ideal_seconds(run) / sum(pass_seconds(run, update_passes(run)).values()) == pytest.approx(mfu, rel=0.1)
+
+
 @pytest.mark.parametrize("mean", [10, 600, 2000, 4000, 4096])
 def test_lengths_have_their_mean_and_their_limit(mean: float) -> None:
     lengths = Lengths(1024, 4096, 100, mean)
@@ -293,7 +310,7 @@ def test_a_description_is_read_and_mistakes_are_refused() -> None:
 
 # Billions of parameters, as the models' own pages have them.
 SIZES = {
-    "Qwen2.5-3B": 3.09, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-72B": 72.71, "Qwen3-0.6B": 0.6, "Qwen3-1.7B": 1.72,
+    "Qwen2.5-3B": 3.09, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-72B": 72.71, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72,
     "Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "Qwen3-14B": 14.77, "Qwen3-32B": 32.76, "Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.09,
     "Llama-3-8B": 8.03, "Llama-3-70B": 70.55, "Llama-3-405B": 405.85, "Mixtral-8x7B": 46.7, "DeepSeek-V3": 671.0,
 }  # fmt: skip

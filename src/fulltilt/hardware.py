@@ -52,12 +52,12 @@ PCIE5, PCIE4 = 55e9, 26e9
 NVLINK4, NVLINK3 = 450e9, 300e9  # half of the 900 and 600 GB/s of the data sheets, which count both directions
 INFINIBAND_400, INFINIBAND_200, ETHERNET_100 = 50e9, 25e9, 12.5e9  # one adapter a GPU, as in DGX H100 and DGX A100, or a workstation's
 
-# `matmul_share`: an H200 reached 789 TFLOP/s of 989 in one large product (docs/performance.md). In the mix of sizes of a layer, run for
-# minutes at 700 W, Hopper falls to about 0.7 of its nominal clock's rate. An H20 has a seventh of the arithmetic and the same power, and an
+# `matmul_share`: an H200 reached 789 TFLOP/s of 989 in large products. H100s in published training runs come to about 0.72 (the DAPO and
+# GRPO tables of tests/data/published), where 700 W lower their clock. An H20 has a seventh of the arithmetic and the same power, and an
 # A100 runs at its nominal clock: both come close to their peaks.
 ACCELERATORS = (
     # NVIDIA H200 data sheet: 141 GB, 4.8 TB/s, 1,979 TFLOP/s with sparsity, NVLink 900 GB/s
-    Accelerator("H200", 143771 * MIB, 141, 989e12, 4.8e12, PCIE5, NVLINK4, INFINIBAND_400, 0.72, r"\bH200\b"),
+    Accelerator("H200", 143771 * MIB, 141, 989e12, 4.8e12, PCIE5, NVLINK4, INFINIBAND_400, 0.8, r"\bH200\b"),
     # NVIDIA H100 data sheet, NVL: 94 GB, 3.9 TB/s, 1,671 TFLOP/s with sparsity, NVLink 600 GB/s
     Accelerator("H100-NVL", 95830 * MIB, 94, 835e12, 3.9e12, PCIE5, NVLINK3, INFINIBAND_200, 0.72, r"\bH100 NVL\b"),
     # NVIDIA H100 PCIe product brief: 80 GB, 2.0 TB/s, 1,513 TFLOP/s with sparsity

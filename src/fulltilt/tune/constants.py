@@ -56,6 +56,7 @@ class SystemCosts:
     driver_rate: float = 1.5e9  # a Ray driver pickles and hands out padded batches, once for each GPU that computes the same rows
     host_copy: float = 3e9  # to and from host memory that is not pinned, as verl 0.4 offloads, all GPUs of a machine at once
     sync_rate: float = 6e9  # parameters reach the engine gathered and renamed one by one
+    pipelines: bool = True  # whether it has pipeline parallelism
     streams_optimizer: bool = False  # offloaded states pass through the GPU in pieces at each optimizer step, and are never there whole
     scoring: float = 0.5e-3  # seconds of the driver for each sample: rewards, advantages, metrics
     engine_step: float = 1.2e-3  # seconds in each decode step: scheduling and sampling of a batch (vLLM: about 1 ms)
@@ -67,8 +68,8 @@ class SystemCosts:
 VERL = SystemCosts()
 # The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps.
 FULLTILT = SystemCosts(
-    host_layer=1.45e-3, hidden=1.0, driver_rate=math.inf, host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, streams_optimizer=True,
-    engine_step=0.2e-3, engine_sequence=1e-6, engine_broadcast=0.0,
+    host_layer=1.45e-3, hidden=1.0, driver_rate=math.inf, host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, pipelines=False,
+    streams_optimizer=True, engine_step=0.2e-3, engine_sequence=1e-6, engine_broadcast=0.0,
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------

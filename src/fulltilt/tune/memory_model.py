@@ -61,6 +61,12 @@ class MemoryModel:
     def fits(self) -> bool:
         return self.engine_starts and all(phase.fits for phase in self.phases.values())
 
+    @property
+    def overshoot(self) -> float:
+        """How far it is from fitting: memory wanted beyond the limits, as a share of them, over all phases."""
+        missing = max(0, self.sample_kv_bytes - self.kv_bytes) + sum(max(0, phase.total - phase.limit) for phase in self.phases.values())
+        return missing / max(1, next(iter(self.phases.values())).limit)
+
     def as_json(self) -> dict[str, dict[str, int]]:
         return {phase: {**found.kinds, "total": found.total, "limit": found.limit} for phase, found in self.phases.items()}
 

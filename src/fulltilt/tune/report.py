@@ -15,9 +15,10 @@ from fulltilt.shape import Recompute
 from fulltilt.tune.description import RunDescription
 from fulltilt.tune.memory_model import MemoryModel, memory_of
 from fulltilt.tune.time_model import StepSeconds, seconds_of
-from fulltilt.words import in_bytes
+from fulltilt.words import in_bytes, joined
 
-MOST_REMEDIES = 3
+MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are told, and changes in one of them
+CLOSEST = 12  # changed runs that are changed further
 # What binds a phase, by the cause that takes most of its time.
 BINDS = {
     "products": "compute", "attention": "compute", "head": "compute", "prefill": "compute", "memory traffic": "HBM", "weights": "HBM",
@@ -72,11 +73,11 @@ class PlanReport:
     def lines(self) -> Iterator[str]:
         run = self.run
         yield f"{run.cluster.gpus} x {run.gpu.name} with {in_bytes(run.gpu.memory)}, {run.lengths.response:.0f} response tokens on average"
-        for name, phase in self.memory.phases.items():
+        for place, phase in self.memory.phases.items():
             kinds = ", ".join(
                 f"{kind} {in_bytes(count)}" for kind, count in sorted(phase.kinds.items(), key=lambda item: -item[1]) if count
             )
-            yield f"memory in {name}: {in_bytes(phase.total)} {'fits' if phase.fits else 'DOES NOT FIT'} ({kinds})"
+            yield f"memory in {place}: {in_bytes(phase.total)} {'fits' if phase.fits else 'DOES NOT FIT'} ({kinds})"
         for name, seconds in self.seconds.phases.items():
             causes = ", ".join(f"{cause} {each:.1f}" for cause, each in sorted(seconds.causes.items(), key=lambda item: -item[1])[:4])
             yield f"{name}: {seconds.total:.1f} s, bound by {BINDS[seconds.binds]} ({causes})"
@@ -87,7 +88,7 @@ class PlanReport:
             found = self.remedies()
             yield from (f"it would fit with {remedy.words}: {remedy.seconds:.1f} s a step" for remedy in found)
             if not found:
-                yield "no single change or pair of changes makes it fit: use more GPUs, or GPUs with more memory"
+                yield "no few changes make it fit: use many more GPUs, or GPUs with more memory"
 
 
 def report_of(run: RunDescription, knobs: Mapping[str, Any] | None = None, reasons: tuple[str, ...] = (), refused: str = "") -> PlanReport:
@@ -108,6 +109,7 @@ def stated(run: RunDescription) -> dict[str, Any]:
 
 def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
     """Single changes that take less memory and leave the results as they are."""
+    layout, engine = run.layout, run.engine
     if not run.offload_optimizer:
         yield "the optimizer offloaded", replace(run, offload_optimizer=True)
     if not (run.offload_params and run.offload_grads and run.offload_optimizer):
@@ -115,39 +117,46 @@ def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
         yield "parameters, gradients and optimizer offloaded", everything
     if run.recompute.kind != "full":
         yield "full recompute", replace(run, recompute=Recompute("full"))
-    if run.batch.token_budget and run.batch.token_budget > 2 * run.lengths.longest_row // 2:
+    if run.batch.token_budget and run.batch.token_budget >= 2 * run.lengths.longest_row:
         half = replace(run.batch, token_budget=run.batch.token_budget // 2)
         yield f"a token budget of {half.token_budget}", replace(run, batch=half)
     if not run.fused_head:
         yield "a fused head", replace(run, fused_head=True)
     for share in (0.5, 0.4, 0.3):
-        if share < run.engine.memory_share:
-            yield f"{share} of the memory for the engine", replace(run, engine=replace(run.engine, memory_share=share))
-    if run.engine.own_copy and run.engine.tensor * 2 <= min(run.cluster.gpus, run.cluster.per_machine):
-        yield (
-            f"rollout tensor parallelism of {2 * run.engine.tensor}",
-            replace(run, engine=replace(run.engine, tensor=2 * run.engine.tensor)),
-        )
-    if run.backend == "megatron" and run.data % 2 == 0 and run.layout.tensor * 2 <= run.cluster.per_machine:
-        wider = replace(run.layout, tensor=2 * run.layout.tensor)
-        yield f"tensor parallelism of {wider.tensor}", replace(run, layout=wider)
+        if share < engine.memory_share:
+            yield f"{share} of the memory for the engine", replace(run, engine=replace(engine, memory_share=share))
     for factor in (2, 4, 8):
-        more = run.cluster.gpus * factor
-        yield f"{more} GPUs", replace(run, cluster=replace(run.cluster, gpus=more))
+        if engine.own_copy and engine.tensor * factor <= min(run.cluster.gpus, run.cluster.per_machine):
+            wider = replace(engine, tensor=factor * engine.tensor)
+            yield f"rollout tensor parallelism of {wider.tensor}", replace(run, engine=wider)
+        more = replace(run.cluster, gpus=run.cluster.gpus * factor)
+        yield f"{more.gpus} GPUs", replace(run, cluster=more)
+        if run.backend != "megatron" or run.data % factor:
+            continue
+        if layout.tensor * factor <= min(run.cluster.gpus, run.cluster.per_machine):
+            cut = replace(layout, tensor=factor * layout.tensor)
+            yield f"tensor parallelism of {cut.tensor}", replace(run, layout=cut)
+        if run.system.pipelines and layout.pipeline * factor * layout.virtual <= len(run.shape.layers):
+            staged = replace(layout, pipeline=factor * layout.pipeline)
+            yield f"{staged.pipeline} pipeline stages", replace(run, layout=staged)
 
 
 def ways_to_fit(run: RunDescription) -> list[Remedy]:
-    """Changes, or pairs of them, with which it fits: those on the same GPUs first, then the fastest."""
-    found: list[tuple[bool, float, str]] = []
-    for words, changed in safe_changes(run):
-        if memory_of(changed).fits:
-            found.append((changed.cluster.gpus > run.cluster.gpus, seconds_of(changed).total, words))
-    if not any(not more for more, _, _ in found):
-        for words, changed in safe_changes(run):
-            for other, twice in safe_changes(changed):
-                if twice.cluster.gpus == run.cluster.gpus and memory_of(twice).fits:
-                    found.append((False, seconds_of(twice).total, f"{words} and {other}"))
-    return [Remedy(words, seconds) for _, seconds, words in sorted(found)]
+    """About the fewest changes with which it fits: those on the fewest GPUs first, then the fastest. Where one change is not enough, those
+    are tried further that come closest."""
+    last: dict[RunDescription, list[str]] = {run: []}
+    for _ in range(MOST_CHANGES):
+        new: dict[RunDescription, list[str]] = {}
+        for before, words in last.items():
+            for change, changed in safe_changes(before):
+                new.setdefault(changed, [*words, change])
+        found = {changed: memory_of(changed) for changed in new}
+        if fitting := [changed for changed in new if found[changed].fits]:
+            order = sorted((changed.cluster.gpus, seconds_of(changed).total, joined(new[changed], "and")) for changed in fitting)
+            return [Remedy(words, seconds) for _, seconds, words in order]
+        closest = sorted(new, key=lambda changed: found[changed].overshoot)[:CLOSEST]
+        last = {changed: new[changed] for changed in closest}
+    return []
 
 
 def safe_changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
