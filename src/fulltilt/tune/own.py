@@ -56,7 +56,7 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         backend="fsdp" if sharding.parameters else "megatron",
         layout=layout,
         engine=EngineDescription(
-            tensor=config.train.tensor_parallel,
+            tensor=rollout_parts(config),
             memory_share=engine_share(shape, cluster, made, config, sharding.parameters),
             graphs=uses_graphs(config, "cuda"),
             max_seqs=budgets.max_seqs if budgets else 1024,
@@ -103,9 +103,15 @@ def planned(config: Config, shape: Shape, cluster: Cluster, reference: bool, pro
         return sharding, None, str(error)
 
 
+def rollout_parts(config: Config) -> int:
+    """GPUs that share a model in rollouts."""
+    given = config.rollout.tensor_parallel
+    return config.train.tensor_parallel if given == "auto" else given
+
+
 def engine_share(shape: Shape, cluster: Cluster, made: Plan | None, config: Config, copies: bool) -> float:
     """The share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters where it has one."""
-    parts = config.train.tensor_parallel
+    parts = rollout_parts(config)
     cache = made.budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(BF16) if made else 0
     copy = BF16 * parameters(shape).total if copies else 0
     return min(1.0, ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory)

@@ -126,19 +126,24 @@ def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
         if share < engine.memory_share:
             yield f"{share} of the memory for the engine", replace(run, engine=replace(engine, memory_share=share))
     for factor in (2, 4, 8):
-        if engine.own_copy and engine.tensor * factor <= min(run.cluster.gpus, run.cluster.per_machine):
+        if engine.own_copy and can_cut(run, engine.tensor * factor):
             wider = replace(engine, tensor=factor * engine.tensor)
             yield f"rollout tensor parallelism of {wider.tensor}", replace(run, engine=wider)
         more = replace(run.cluster, gpus=run.cluster.gpus * factor)
         yield f"{more.gpus} GPUs", replace(run, cluster=more)
         if run.backend != "megatron" or run.data % factor:
             continue
-        if layout.tensor * factor <= min(run.cluster.gpus, run.cluster.per_machine):
+        if can_cut(run, layout.tensor * factor):
             cut = replace(layout, tensor=factor * layout.tensor)
             yield f"tensor parallelism of {cut.tensor}", replace(run, layout=cut)
         if run.system.pipelines and layout.pipeline * factor * layout.virtual <= len(run.shape.layers):
             staged = replace(layout, pipeline=factor * layout.pipeline)
             yield f"{staged.pipeline} pipeline stages", replace(run, layout=staged)
+
+
+def can_cut(run: RunDescription, parts: int) -> bool:
+    """Whether so many GPUs of a machine can share a layer."""
+    return parts <= min(run.cluster.gpus, run.cluster.per_machine) and all(layer.heads % parts == 0 for layer in run.shape.layers)
 
 
 def ways_to_fit(run: RunDescription) -> list[Remedy]:

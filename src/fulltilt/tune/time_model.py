@@ -329,7 +329,7 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
     found = {"parameters to the engine": whole / run.system.sync_rate}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
     found["gathering rows"] = run.batch.rows * row / run.system.driver_rate
-    return PhaseSeconds(found)
+    return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
 
 
 # ---- rollout -----------------------------------------------------------------------------------------------------------------------------
