@@ -19,7 +19,7 @@ from fulltilt.cli import app
 from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
-from fulltilt.tune import tables
+from fulltilt.tune import constants, tables
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
 from fulltilt.tune.lengths import Lengths
@@ -83,6 +83,40 @@ def test_one_length_serves_all_rows_of_a_table_without_throughput() -> None:
     assert 0.75 < ideal / (sum(told) / len(told)) < 1.05
     tokens = {number: round(own.row.run.lengths.mean) for number, own in published(GRPO).items()}
     assert tokens["2"] == 706 and tokens["14"] == 700
+
+
+SYSTEM = ("host_layer", "host_ring", "hidden", "driver_rate", "host_copy")
+OTHERS = ("TILE", "ATTENTION_SHARE", "HBM_SHARE", "LINK_SHARE", "LAUNCH", "FORWARD_TRAFFIC", "BACKWARD_TRAFFIC", "UNFUSED_TRAFFIC")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("factor", [0.75, 1.25])
+@pytest.mark.parametrize("name", [*SYSTEM, *OTHERS, "LOGIT_TRAFFIC", "STATE_TRAFFIC", "matmul_share"])
+def test_no_constant_decides_alone(name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error stays below half of the constant MFU's with any constant of the update a quarter larger or smaller."""
+    if name.isupper():
+        monkeypatch.setattr(constants, name, getattr(constants, name) * factor)
+
+    def changed(run: RunDescription) -> RunDescription:
+        if name in SYSTEM:
+            return replace(run, system=replace(run.system, **{name: getattr(run.system, name) * factor}))
+        if name == "matmul_share":
+            gpu = replace(run.gpu, matmul_share=min(1.0, run.gpu.matmul_share * factor))
+            return replace(run, cluster=replace(run.cluster, gpu=gpu))
+        return run
+
+    everything = []
+    for table in (DAPO, GRPO):
+        rows = [own.row for own in published(table).values()]
+        unknown = Lengths(rows[0].run.lengths.most_prompt, rows[0].run.lengths.most_response)
+        read = tables.Table(
+            Path(table), tables.with_lengths([replace(row, run=replace(changed(row.run), lengths=unknown)) for row in rows])
+        )
+        everything += predict(read)
+    found = compare(everything)
+    assert found
+    print(f"{name} x {factor}: {found.error:.1%} beside {found.baseline:.1%}")
+    assert found.error <= found.baseline / 2
 
 
 def update(table: str, number: str) -> float:

@@ -53,7 +53,8 @@ class SystemCosts:
     host_experts: float = 1.5e-3  # more for a layer with experts: router, permutation, exchanges, grouped products
     # Of the shorter of host and GPU time, that hides behind the longer: verl reads losses and lengths back in every micro-batch.
     hidden: float = 0.5
-    driver_rate: float = 1.5e9  # a Ray driver pickles and hands out padded batches, once for each GPU that computes the same rows
+    driver_rate: float = 1.5e9  # a Ray driver pickles and hands out padded batches
+    megatron_copies: int = 3  # times that rows pass so to Megatron workers, which unpack them, copy them to the ranks of a group, and split
     host_copy: float = 3e9  # to and from host memory that is not pinned, as verl 0.4 offloads, all GPUs of a machine at once
     sync_rate: float = 6e9  # parameters reach the engine gathered and renamed one by one
     pipelines: bool = True  # whether it has pipeline parallelism

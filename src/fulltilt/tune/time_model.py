@@ -315,10 +315,9 @@ def host_copy(run: RunDescription) -> float:
 
 
 def driver_seconds(run: RunDescription, *, trains: bool) -> float:
-    """The driver hands out padded rows: ids, mask and positions in 8 bytes, and in an update responses, log-probs and advantages too. GPUs
-    that compute the same rows get a copy each; FSDP's workers each get their own rows."""
+    """The driver hands out padded rows: ids, mask and positions in 8 bytes, and in an update responses, log-probs and advantages too."""
     row = 3 * 8 * run.lengths.longest_row + (8 + 4 * (4 if trains else 1)) * run.lengths.most_response
-    copies = run.layout.model_parallel if run.backend == "megatron" else 1
+    copies = run.system.megatron_copies if run.backend == "megatron" else 1
     return run.batch.rows * row * copies / run.system.driver_rate
 
 
