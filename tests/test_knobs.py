@@ -71,6 +71,7 @@ BUILT = {
     **{f"{section}.sequence_parallel": 2 for section in ("train", "ref", "critic", "reward_model")},
     "train.tensor_parallel": 2,
     "rollout.tensor_parallel": 2,
+    "rollout.expert_parallel": 2,
     "train.expert_parallel": 2,
     "train.shard": "full",
     "train.shard_size": 2,

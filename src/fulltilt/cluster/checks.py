@@ -32,7 +32,7 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, why_not_experts
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, whole_experts_in_rollouts, why_not_experts
 from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.parallel.layout import sequence_sizes
 from fulltilt.plan import (
@@ -64,6 +64,7 @@ UNSHARED = {
 }
 
 UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
+EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,15 +283,24 @@ def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[
         yield from wrong_parts(config, key, size, shapes if key.startswith("train") else shapes[:1])
 
 
+def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool:
+    """Whether each of `size` workers has some of the experts, and not a part of every one, where the key divides layers among them."""
+    train, rollout = config.train, config.rollout
+    if key.startswith("train"):
+        return min(size, train.expert_parallel) > 1
+    return whole_experts_in_rollouts(rollout.expert_parallel, size, train.tensor_parallel, train.expert_parallel, shape)
+
+
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
     """Roles whose layers cannot be divided among so many workers. `shapes`: of each role that the key is of."""
     said = set[tuple[int, str | None]]()  # once for all roles of which the same is wrong
     for role, shape, own in shapes:
-        reason = None if own % size else why_not_divided(shape, size)
+        whole = has_whole_experts(config, key, size, shape)
+        reason = None if own % size else why_not_divided(shape, size, whole_experts=whole)
         if (reason is None and own % size == 0) or (own, reason) in said:
             continue
         said.add((own, reason))
-        legal = either([str(each) for each in legal_sizes(shape) if own % each == 0])
+        legal = either([str(each) for each in legal_sizes(shape, whole_experts=whole) if own % each == 0])
         if reason is None:
             has = "has" if own == 1 else "have"
             of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
@@ -302,27 +312,43 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with experts that are divided among workers."""
-    key, size = "train.expert_parallel", config.train.expert_parallel
+    yield from wrong_rollout_experts(config, algorithm, device)
+    key, size, tensor = "train.expert_parallel", config.train.expert_parallel, config.train.tensor_parallel
     if size == 1:
         return
-    if config.train.tensor_parallel > 1:
-        yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
-    if config.train.shard == "hybrid":
+    if tensor not in (1, size):
+        yield f"{key}: {size}, but train.tensor_parallel = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
+        return
+    if config.train.shard == "hybrid" and tensor == 1:
         yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
     for other, why in UNDIVIDED.items():
         if value_of(config, other) is True:
             yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0]
+        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0 and (tensor == 1 or each in (1, tensor))]
         if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
-        elif own % size:
+        elif own % size and tensor == 1:  # otherwise the same is said of train.tensor_parallel
             whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
             yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
         else:
             continue
         return  # the same is wrong for roles whose sizes come from the same key
+
+
+def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    key, size, tensor = "rollout.expert_parallel", config.rollout.expert_parallel, config.rollout.tensor_parallel
+    tensor = config.train.tensor_parallel if tensor == "auto" else tensor
+    if size in ("auto", 1) or "rollout" not in algorithm.needs:
+        return
+    if size != tensor:
+        legal = either(["1", str(tensor)][: 1 + (tensor > 1)])
+        yield f"{key}: {size}, but rollout.tensor_parallel is {tensor}: {EXPERTS_OF_GROUP}. Use {legal}"
+        return
+    for _, shape, _ in list(shapes_of_roles(config, algorithm, device))[:1]:
+        if (reason := why_not_experts(shape, size)) is not None:
+            yield f"{key}: {size} workers cannot divide the experts among themselves: {reason}. Use 1"
 
 
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
@@ -461,8 +487,10 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    other = config.rollout.tensor_parallel not in ("auto", config.train.tensor_parallel)
-    of_copy = (shares_parameters(config) or config.train.expert_parallel > 1 or other) and "rollout" in algorithm.needs
+    tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
+    other = config.rollout.tensor_parallel not in ("auto", tensor)
+    other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
+    of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

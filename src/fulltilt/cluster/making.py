@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
+from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import THREADS, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -32,7 +32,9 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
@@ -95,31 +97,22 @@ def load_worker(
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
+    # Also before they are planned: until a number is set, MKL may take another one for each product, whose last bits models are checked by.
+    torch.set_num_threads(max(1, THREADS // ranks.beside))
     roles = list(dict.fromkeys([*order.roles, *judged]))
     tensor, rollout = tensor_sizes(order, ranks.size)
-    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles else 1, rollout)
+    whole_experts = experts_of_members(order, tensor, rollout)
+    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles and tensor == 1 else 1, rollout)
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
-    shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
-    if max(tensor, rollout) > 1:
-        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if tensor != rollout else None).divide
-    steps: list[Callable[[str, torch.nn.Module], None]] = []
-    if grid.replicas:
-        steps.append(ExpertDivider(shared, grid.experts, order.sampled, shares_out(config, order.roles, grid.data)).divide)
-    if shares_out(config, order.roles, grid.data):
-        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
-        steps.append(sharer.share_out)
-        how["order"] = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
-
-    def loaded(role: str, model: torch.nn.Module) -> None:
-        for step in steps:
-            step(role, model)
-
-    how["loaded"] = loaded
+    shared = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0)
+    placing, by_role = place(order, config, device, grid, shared, whole_experts), list[str]()
+    if placing.sharer:
+        by_role = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
-        **how,
+        order=by_role, placing=placing,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
@@ -139,6 +132,22 @@ def load_worker(
     return worker
 
 
+def place(
+    order: WorkerOrder, config: Config, device: torch.device, grid: Grid, shared: SharedModels, whole_experts: tuple[bool, bool]
+) -> Placer:
+    """What divides the models and shares them out. All workers must call it at the same time. `whole_experts`: as `experts_of_members` says
+    it."""
+    tensor, rollout, sharer = grid.tensor.size, grid.rollout.size, None
+    if shares_out(config, order.roles, grid.data):
+        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
+    sampling = grid.rollout if tensor != rollout or len(set(whole_experts)) > 1 else None
+    divider = ModelDivider(shared, grid.tensor, sampling, whole_experts) if max(tensor, rollout) > 1 else None
+    experts = ExpertDivider(shared, grid.experts, order.sampled, sharer is not None) if grid.replicas else None
+    learned_whole = tensor == 1 and not experts and not sharer
+    whole = learned_whole or (order.sampled and rollout == 1)
+    return Placer(shared, whole, order.sampled, divider, experts, sharer)
+
+
 def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
     """Among how many workers each layer is divided: that learns, and that an engine reads. An evaluation may have another number of workers
     than the run that learned, and has one model."""
@@ -147,6 +156,20 @@ def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
     if not order.roles:
         return (rollout, rollout) if workers % rollout == 0 else (1, 1)
     return tensor, rollout if order.sampled else tensor
+
+
+def experts_of_members(order: WorkerOrder, tensor: int, rollout: int) -> tuple[bool, bool]:
+    """Whether a member of a tensor-parallel group has some of the experts, and not a part of every one: that learn, and that an engine
+    reads. `tensor`, `rollout`: the sizes of these groups."""
+    train = order.config.train
+    if max(tensor, rollout) == 1:
+        return False, False
+    learned, shape = min(tensor, train.expert_parallel) > 1, shape_of(read_config(order.config.model))
+    given = order.config.rollout.expert_parallel
+    of_engine = whole_experts_in_rollouts(given, rollout, train.tensor_parallel, train.expert_parallel, shape)
+    if not order.roles:
+        return of_engine, of_engine
+    return learned, of_engine if order.sampled else learned
 
 
 def decided(config: Config, sharding: Sharding) -> Config:

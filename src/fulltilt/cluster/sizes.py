@@ -34,7 +34,6 @@ from fulltilt.plan import (
     Facts,
     RoleFacts,
     check_loading,
-    check_whole,
     choose_sharding,
     given_settings,
     loading_order,
@@ -71,9 +70,12 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
     only = "train.expert_parallel is set" if grid.replicas else next((f"{key} is set" for key in unshared(config)), None)
     if device.type == "cuda" and ranks.size > 1:
         try:
-            known = dict(known_roles(config, roles, device.type))
-            check_whole(facts, known, parts)
-            facts = replace(facts, roles={role: own.part(parts) for role, own in known.items()})
+            known, sampling = dict(known_roles(config, roles, device.type)), grid.rollout.size
+            # An engine that samples from another part than the one that learns has a copy of it.
+            copied = sampled and "actor" in known and (sampling != parts or grid.replicas is not None)
+            copy_bytes = known["actor"].parameter_bytes // sampling if copied else 0
+            own = {role: each.part(parts).with_experts(grid.experts.size) for role, each in known.items()}
+            facts = replace(facts, roles=own, parts=parts, rollout_parts=sampling, copy_bytes=copy_bytes)
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     # Groups of neighbours are the workers of a machine only where the first of them is the first of its machine.
