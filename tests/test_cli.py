@@ -37,6 +37,7 @@ COMMANDS = {
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
     "chat": ["MODEL|RUN_DIR", "--system", "--step", "--plain", "--max-new-tokens", "--temperature", "--seed"],
     "doctor": ["--json"],
+    "plan": ["RUN.toml", "KEY=VALUE", "--table", "--describe", "--hardware", "--shape", "--response-tokens", "--json"],
     "verl": ["--dry-run", "--write", "--retune", "--gpu-memory", "--set", "--json", "--quiet"],
     "chatlearn": ["CONFIG.yaml", "--dry-run", "--write", "--retune", "--json", "--quiet"],
     "knobs": ["WORD", "--all", "--json"],

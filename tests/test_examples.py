@@ -201,7 +201,7 @@ def check_own_command(arguments: list[str]) -> None:
     group: Any = typer.main.get_command(app)
     name, *rest = arguments
     context = group.commands[name].make_context(name, rest)
-    if "overrides" in context.params:
+    if "overrides" in context.params and context.params["run"] is not None:  # plan takes a table or a description instead
         load(context.params["run"], *context.params["overrides"] or ())
 
 

@@ -1,8 +1,9 @@
 """The command line.
 
 Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback, unless
-FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, such as the loss of a worker, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run
-saves first. Guaranteed: torch is imported only by commands that need it, so help and configuration errors are quick.
+FULLTILT_TRACEBACK=1 asks for it), 3 from `plan` for a run that does not fit, 1 for any other failure, such as the loss of a worker, 130
+after Ctrl-C, SIGTERM or SIGHUP, where a run saves first. Guaranteed: torch is imported only by commands that need it, so help and
+configuration errors are quick.
 """
 
 from __future__ import annotations
@@ -463,6 +464,39 @@ def prove(
         raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    run: Annotated[Path | None, argument("RUN.toml", "The configuration of a run. Its model, data and folders need not exist.")] = None,
+    overrides: Overrides = None,
+    table: Annotated[list[Path] | None, option("FILE.csv", "A published table of step times: predict its rows. May be repeated.")] = None,
+    describe: Annotated[Path | None, option("OTHER.toml", "A run of another system, described by hand: docs/planning.md.")] = None,
+    hardware: Annotated[str | None, option("8xH100-80GB", "GPUs to plan for. Default: those of the description or table; 1xH100.")] = None,
+    shape: Annotated[str | None, option("NAME", "The model, by a well-known name such as Qwen2.5-7B, or a folder.")] = None,
+    response_tokens: Annotated[float | None, option("MEAN", "Mean tokens of a response. Default: a quarter of the longest.", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict memory and time of a run, by phase, without a GPU, weights or data. Exit code 3: it does not fit."""
+    if sum(given is not None for given in (run, describe)) + bool(table) != 1:
+        raise UserError("plan: give one of RUN.toml, --table FILE.csv and --describe OTHER.toml")
+    from fulltilt.tune import command
+
+    if table:
+        found, text = command.tables(table, hardware, shape)
+        print(json.dumps(found, indent=1) if as_json else printable(text))
+        return
+    report = (
+        command.described(describe, hardware, shape, response_tokens)
+        if describe
+        else command.planned(run or Path(), overrides or (), hardware, shape, response_tokens)
+    )
+    if as_json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        tell("\n".join(report.lines()))
+    if not report.fits:
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -76,17 +76,18 @@ class Mistake:
 # ---- reading -----------------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = ()) -> Config:
+def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = (), *, here: bool = True) -> Config:
     """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
 
-    `rules`: further ones, of rooms that this one must not import.
+    `rules`: further ones, of rooms that this one must not import. `here`: whether files, folders and models that it names must exist.
     """
-    return parse(read_toml(Path(path)), overrides, str(path), rules)
+    return parse(read_toml(Path(path)), overrides, str(path), rules, here=here)
 
 
 def parse(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = ()
-) -> Config:
+    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = (), *,
+    here: bool = True,
+) -> Config:  # fmt: skip
     """Do what `load` does, from tables that were read already; `origin` names them in the error."""
     if _too_deep(data):
         raise UserError(f"{origin}: tables and lists are nested more than {MOST_DEPTH} deep. No key takes such a value: remove it")
@@ -98,7 +99,8 @@ def parse(
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     reported = {key for mistake in mistakes for key in mistake.about}
     found = [mistake.text for mistake in mistakes]
-    found += [text for rule in (*RULES, *rules) if reported.isdisjoint(rule.keys) for text in _broken(rule, config)]
+    kept = [rule for rule in (*RULES, *rules) if (here or not rule.files) and reported.isdisjoint(rule.keys)]
+    found += [text for rule in kept for text in _broken(rule, config)]
     if found:
         raise UserError(report(origin, found))
     return config

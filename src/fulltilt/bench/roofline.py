@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fulltilt.hardware import ACCELERATORS
+
 
 @dataclass(frozen=True)
 class Device:
@@ -25,15 +27,7 @@ class Device:
 
 
 # By the name that the driver gives; the first that is found in it counts.
-DEVICES = {
-    r"\bH200\b": Device(4.8e12, 989e12),
-    r"\bH100 NVL\b": Device(3.9e12, 835e12),
-    r"\bH100 PCIe\b": Device(2.0e12, 756e12),
-    r"\bH100\b": Device(3.35e12, 989e12),
-    r"\bA100-SXM.*80GB": Device(2.039e12, 312e12),
-    r"\bA100 80GB PCIe\b": Device(1.935e12, 312e12),
-    r"\bA100\b": Device(1.555e12, 312e12),
-}
+DEVICES = {own.driver: Device(own.hbm, own.flops) for own in ACCELERATORS if own.driver}
 
 
 @dataclass(frozen=True)

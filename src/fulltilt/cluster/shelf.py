@@ -24,7 +24,8 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import numbers_of_rows
 from fulltilt.memory.host import usable_cores
 from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
-from fulltilt.parallel.parcels import COUNT, MOST_NUMBERS, Parcels, pack_numbers, pack_rows, unpack_numbers, unpack_rows
+from fulltilt.parallel.entries import COUNT, MOST_NUMBERS
+from fulltilt.parallel.parcels import Parcels, pack_numbers, pack_rows, unpack_numbers, unpack_rows
 from fulltilt.records import ANNOTATED_FIELDS, AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
 from fulltilt.reward.base import RewardPool, RewardStats
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight

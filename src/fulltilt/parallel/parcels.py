@@ -17,18 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fulltilt.parallel.entries import COUNT, KIND, NUMBERS_ENTRY, ROW_ENTRY
 from fulltilt.records import PER_TOKEN_FIELDS, Row
-
-KIND = "all-to-all"
-COUNT = 8  # bytes at the beginning of a parcel: how many entries it has; also those of its size, which are sent first
-# A row's entry: `fields` has a bit for each of PER_TOKEN_FIELDS that the row has, and a last one for its baseline.
-ROW_ENTRY = np.dtype(
-    [("index", "i8"), ("tokens", "i8"), ("group", "i8"), ("lag", "i8"), ("fields", "i8"), ("reward", "f8"), ("baseline", "f8")]
-)
-TOKEN_BYTES = 5  # what a token of a row takes: its id, and whether it is trained on
-NUMBER_BYTES = 4  # what a number for a token takes
-NUMBERS_ENTRY = np.dtype([("index", "i8"), ("tokens", "i8")])
-MOST_NUMBERS = 40  # in a parcel of plain numbers: no sum of float64 has more exact parts
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from fulltilt.parallel.entries import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
 from fulltilt.parallel.holdings import gathered_layouts
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
-from fulltilt.parallel.parcels import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
 from fulltilt.shape import DecoderLayer, Experts, Recompute, Shape
 
 Reads = Literal["value", "logprob", "entropy"]  # what a pass reads of a token: a critic's number, the log-prob, or that and the entropy

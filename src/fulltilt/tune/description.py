@@ -1,0 +1,252 @@
+"""What is stated about a run, of fulltilt or of another system: the one record that the models of memory and time read.
+
+Enters: a TOML file (`read`), or the fields themselves. Leaves: a frozen `RunDescription`. Guaranteed: nothing is loaded; a layout that its
+GPUs cannot have, and a key that is not known, are refused with the remedy.
+
+    [model]                       # shape: a name of tune/shapes.py, or a folder with a config.json
+    shape = "Qwen2.5-7B"
+    reference = true              # a reference model of the same size, resident
+    [hardware]
+    gpus = "8xH100-80GB"          # or custom: flops, hbm, host_link, gpu_link, network, memory_gb
+    [train]
+    backend = "megatron"          # or fsdp
+    layout = "tp4pp2vpp2cp2ep8"   # fsdp: "sp4fsdp8"
+    offload = true
+    recompute = "full"
+    token_budget = 20480          # or micro_batch, in samples
+    [rollout]
+    tensor = 1
+    memory_share = 0.6
+    [batch]
+    prompts = 512
+    samples = 16
+    minibatch_prompts = 32
+    [lengths]
+    most_prompt = 2048
+    most_response = 8192
+    response = 1200               # mean
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from fulltilt.hardware import Accelerator, Cluster
+from fulltilt.records import UserError
+from fulltilt.shape import Recompute, Shape
+from fulltilt.tune.constants import FULLTILT, VERL, SystemCosts
+from fulltilt.tune.lengths import Lengths
+from fulltilt.tune.shapes import named_shape
+
+Backend = Literal["megatron", "fsdp"]
+LAYOUT_WORDS = {
+    "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
+    "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
+}  # fmt: skip
+MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] that are about batches
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """How a role that learns is divided. Example: TrainLayout.parse("tp4pp2cp2", 16) -> data = 1"""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1  # parts of a stage that take turns
+    context: int = 1  # GPUs that share a sequence by passing keys and values on in a ring
+    sequence: int = 1  # GPUs that share a sequence by exchanging heads (Ulysses)
+    expert: int = 1
+    expert_tensor: int = 1
+    shard: int = 1  # FSDP: GPUs that together have every parameter once
+
+    @staticmethod
+    def parse(text: str) -> TrainLayout:
+        found = {name: int(size) for name, size in re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower())}
+        if unknown := found.keys() - LAYOUT_WORDS.keys() - {"dp", "edp"}:
+            raise UserError(
+                f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8"
+            )
+        return TrainLayout(**{LAYOUT_WORDS[name]: max(1, size) for name, size in found.items() if name in LAYOUT_WORDS})
+
+    @property
+    def model_parallel(self) -> int:
+        """GPUs that compute a micro-batch together."""
+        return self.tensor * self.pipeline * self.context * self.sequence
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """The rollout engine."""
+
+    tensor: int = 1
+    memory_share: float = 0.6  # of the GPU's whole memory, that an instance takes while it is awake
+    graphs: bool = True  # CUDA graphs; False: eager
+    max_seqs: int = 1024  # samples decoded at once (verl's default)
+    sleeps: bool = True  # gives its memory back while others run
+    own_copy: bool = True  # False: it reads the trainer's parameters, as fulltilt's engine does
+
+
+@dataclass(frozen=True)
+class BatchDescription:
+    prompts: int = 512
+    samples: int = 16
+    minibatch_prompts: int = 32
+    token_budget: int | None = None  # tokens a GPU in a micro-batch of the update; None: by samples
+    micro_batch: int = 2  # samples in a micro-batch of the update
+    forward_token_budget: int | None = None
+    forward_micro_batch: int = 4
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def updates(self) -> int:
+        return max(1, -(-self.prompts // self.minibatch_prompts))
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    shape: Shape
+    cluster: Cluster
+    lengths: Lengths
+    backend: Backend = "megatron"
+    layout: TrainLayout = field(default_factory=TrainLayout)
+    engine: EngineDescription = field(default_factory=EngineDescription)
+    batch: BatchDescription = field(default_factory=BatchDescription)
+    recompute: Recompute = field(default_factory=Recompute)
+    offload_params: bool = False
+    offload_grads: bool = False
+    offload_optimizer: bool = False
+    reference: bool = False  # a frozen model of the same size gives log-probs too
+    offload_reference: bool = False
+    fused_head: bool = False  # logits are never whole
+    fused_rope: bool = False
+    entropy: bool = True  # the update computes the entropy's gradient
+    system: SystemCosts = VERL
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        together = self.layout.model_parallel
+        if self.cluster.gpus % together:
+            raise UserError(
+                f"{self.name or 'layout'}: {self.cluster.gpus} GPUs cannot be divided into groups of {together}. Change the layout"
+            )
+        if self.layout.pipeline * self.layout.virtual > len(self.shape.layers):
+            raise UserError(f"{self.name or 'layout'}: more pipeline stages than the model's {len(self.shape.layers)} layers. Use fewer")
+
+    @property
+    def gpu(self) -> Accelerator:
+        return self.cluster.gpu
+
+    @property
+    def fused_layers(self) -> bool:
+        """Whether norms, positions and gates are one kernel each. FSDP runs of other systems have Hugging Face's layers."""
+        return self.backend != "fsdp" or self.system is FULLTILT
+
+    @property
+    def data(self) -> int:
+        """Groups of GPUs that compute different micro-batches."""
+        return self.cluster.gpus // self.layout.model_parallel
+
+    @property
+    def shard(self) -> int:
+        """GPUs that share out parameters (FSDP), or optimizer states (Megatron: those with the same part of the model)."""
+        layout = self.layout
+        if self.backend == "fsdp":
+            return layout.shard if layout.shard > 1 else self.cluster.gpus
+        return self.data * layout.context * layout.sequence
+
+    @property
+    def engines(self) -> int:
+        return max(1, self.cluster.gpus // self.engine.tensor)
+
+    @cached_property
+    def fullest_stage(self) -> Shape:
+        """The layers of a pipeline's first stage, which has its share of the layers and most micro-batches under way."""
+        return replace(self.shape, layers=self.shape.layers[: -(-len(self.shape.layers) // self.layout.pipeline)])
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and response tokens of a step."""
+        return self.batch.rows * self.lengths.mean
+
+    def with_response(self, tokens: float) -> RunDescription:
+        return replace(self, lengths=replace(self.lengths, response=tokens))
+
+
+# ---- TOML --------------------------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> RunDescription:
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}. Give a TOML file as docs/planning.md shows it") from error
+    return describe(given, str(path))
+
+
+def describe(given: Mapping[str, Any], name: str = "description") -> RunDescription:
+    """A description from the tables of a TOML file."""
+    known = {"model", "hardware", "train", "rollout", "batch", "lengths"}
+    if unknown := given.keys() - known:
+        raise UserError(f"{name}: unknown section {', '.join(sorted(unknown))}. Known are {', '.join(sorted(known))}")
+    parts: dict[str, dict[str, Any]] = {section: section_of(given, section, name) for section in known}
+    model, train, batch = parts["model"], parts["train"], parts["batch"]
+    if "shape" not in model:
+        raise UserError(f"{name}: model.shape is missing. Give a named shape or a folder with a config.json")
+    budgets = {key: train.pop(key) for key in MICRO_BATCHES if key in train}
+    offload = train.pop("offload", None)
+    everything = ("offload_params", "offload_grads", "offload_optimizer")
+    extra = dict.fromkeys(everything, bool(offload)) if offload is not None else {}
+    try:
+        return RunDescription(
+            shape=named_shape(str(model.pop("shape"))),
+            cluster=cluster_of(parts["hardware"]),
+            lengths=Lengths(**checked(parts["lengths"], Lengths, f"{name}: lengths")),
+            layout=TrainLayout.parse(str(train.pop("layout", ""))),
+            engine=EngineDescription(**checked(parts["rollout"], EngineDescription, f"{name}: rollout")),
+            batch=BatchDescription(**checked(batch | budgets, BatchDescription, f"{name}: batch")),
+            recompute=Recompute(train.pop("recompute", "none")),
+            system={"verl": VERL, "fulltilt": FULLTILT}[train.pop("system", "verl")],
+            name=name,
+            **checked(extra | train | model, RunDescription, f"{name}: train"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
+
+
+def section_of(given: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    found = given.get(section, {})
+    if not isinstance(found, Mapping):
+        raise UserError(f"{name}: {section} must be a section, with keys of its own")
+    return dict(found)
+
+
+def checked(given: dict[str, Any], record: type, where: str) -> dict[str, Any]:
+    known = {own.name for own in fields(record)}
+    if unknown := given.keys() - known:
+        raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted(known))}")
+    return given
+
+
+def cluster_of(given: dict[str, Any]) -> Cluster:
+    """A cluster by name, with figures of its own where the section has them."""
+    found = Cluster.parse(str(given.pop("gpus", "1xH100")))
+    gigabytes = given.pop("memory_gb", None)
+    per_machine = int(given.pop("per_machine", found.per_machine))
+    own = {"flops", "hbm", "host_link", "gpu_link", "network", "matmul_share"}
+    if unknown := given.keys() - own:
+        raise UserError(
+            f"hardware: unknown key {', '.join(sorted(unknown))}. Known are gpus, memory_gb, per_machine, {', '.join(sorted(own))}"
+        )
+    gpu = replace(found.gpu, **{key: float(value) for key, value in given.items()})  # type: ignore[arg-type]
+    if gigabytes is not None:
+        gpu = replace(gpu, memory=int(float(gigabytes) * 1e9))
+    return Cluster(gpu, found.gpus, per_machine)

@@ -1,0 +1,171 @@
+"""What the models say of one run, for people and as JSON, and the cheapest ways to make it fit.
+
+Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of plan.py. Leaves: lines, or a mapping with `fits`, `memory`,
+`step_seconds`, `binds`, `knobs`, `reasons` and `remedies`. Guaranteed: arithmetic alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fulltilt.records import UserError
+from fulltilt.shape import Recompute
+from fulltilt.tune.description import RunDescription
+from fulltilt.tune.memory_model import MemoryModel, memory_of
+from fulltilt.tune.time_model import StepSeconds, seconds_of
+from fulltilt.words import in_bytes, joined
+
+MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are told, and changes in one of them
+CLOSEST = 12  # changed runs that are changed further
+# What binds a phase, by the cause that takes most of its time.
+BINDS = {
+    "products": "compute", "attention": "compute", "head": "compute", "prefill": "compute", "memory traffic": "HBM", "weights": "HBM",
+    "keys and values": "HBM", "sampling": "HBM", "optimizer": "HBM", "offload": "PCIe", "collectives": "network",
+    "collectives in layers": "network", "gathering parameters": "network", "launches": "host", "unfused positions": "host",
+    "scheduling": "host", "scoring": "host", "handing out rows": "host", "gathering rows": "host", "parameters to the engine": "host",
+    "pipeline bubble": "waiting",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a run fits, and how long its step then takes."""
+
+    words: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    run: RunDescription
+    memory: MemoryModel
+    seconds: StepSeconds
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and not self.refused
+
+    @property
+    def why_not(self) -> list[str]:
+        return [*self.memory.reasons, *([self.refused] if self.refused else [])]
+
+    def as_json(self) -> dict[str, Any]:
+        phases = self.seconds.phases
+        return {
+            "fits": self.fits,
+            "memory": self.memory.as_json(),
+            "step_seconds": {name: round(phase.total, 3) for name, phase in phases.items()} | {"step": round(self.seconds.total, 3)},
+            "causes": {name: {cause: round(seconds, 3) for cause, seconds in phase.causes.items()} for name, phase in phases.items()},
+            "binds": {name: BINDS[phase.binds] for name, phase in phases.items()},
+            "knobs": dict(self.knobs),
+            "reasons": [*self.reasons, *self.why_not],
+            "remedies": [{"change": remedy.words, "step_seconds": round(remedy.seconds, 3)} for remedy in self.remedies()],
+        }
+
+    def remedies(self) -> list[Remedy]:
+        return [] if self.fits else ways_to_fit(self.run)[:MOST_REMEDIES]
+
+    def lines(self) -> Iterator[str]:
+        run = self.run
+        yield f"{run.cluster.gpus} x {run.gpu.name} with {in_bytes(run.gpu.memory)}, {run.lengths.response:.0f} response tokens on average"
+        for place, phase in self.memory.phases.items():
+            kinds = ", ".join(
+                f"{kind} {in_bytes(count)}" for kind, count in sorted(phase.kinds.items(), key=lambda item: -item[1]) if count
+            )
+            yield f"memory in {place}: {in_bytes(phase.total)} {'fits' if phase.fits else 'DOES NOT FIT'} ({kinds})"
+        for name, seconds in self.seconds.phases.items():
+            causes = ", ".join(f"{cause} {each:.1f}" for cause, each in sorted(seconds.causes.items(), key=lambda item: -item[1])[:4])
+            yield f"{name}: {seconds.total:.1f} s, bound by {BINDS[seconds.binds]} ({causes})"
+        yield f"step: {self.seconds.total:.1f} s, {run.tokens / self.seconds.total / run.cluster.gpus:.0f} tokens/s for each GPU"
+        yield from self.reasons
+        if not self.fits:
+            yield "it does not fit: " + "; ".join(self.why_not)
+            found = self.remedies()
+            yield from (f"it would fit with {remedy.words}: {remedy.seconds:.1f} s a step" for remedy in found)
+            if not found:
+                yield "no few changes make it fit: use many more GPUs, or GPUs with more memory"
+
+
+def report_of(run: RunDescription, knobs: Mapping[str, Any] | None = None, reasons: tuple[str, ...] = (), refused: str = "") -> PlanReport:
+    return PlanReport(run, memory_of(run), seconds_of(run), knobs or stated(run), reasons, refused)
+
+
+def stated(run: RunDescription) -> dict[str, Any]:
+    """The knobs of a run that is described by hand."""
+    found = {f"train.{name}": value for name, value in vars(run.layout).items() if value > 1}
+    found |= {"train.recompute": run.recompute.kind, "rollout.tensor_parallel": run.engine.tensor}
+    found |= {"rollout.memory_fraction": run.engine.memory_share, "rollout.cuda_graphs": run.engine.graphs}
+    offloads = {name: getattr(run, f"offload_{name}") for name in ("params", "grads", "optimizer")}
+    return found | {f"train.offload_{name}": value for name, value in offloads.items()}
+
+
+# ---- ways to fit -------------------------------------------------------------------------------------------------------------------
+
+
+def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
+    """Single changes that take less memory and leave the results as they are."""
+    layout, engine = run.layout, run.engine
+    if not run.offload_optimizer:
+        yield "the optimizer offloaded", replace(run, offload_optimizer=True)
+    if not (run.offload_params and run.offload_grads and run.offload_optimizer):
+        everything = replace(run, offload_optimizer=True, offload_params=True, offload_grads=True)
+        yield "parameters, gradients and optimizer offloaded", everything
+    if run.recompute.kind != "full":
+        yield "full recompute", replace(run, recompute=Recompute("full"))
+    if run.batch.token_budget and run.batch.token_budget >= 2 * run.lengths.longest_row:
+        half = replace(run.batch, token_budget=run.batch.token_budget // 2)
+        yield f"a token budget of {half.token_budget}", replace(run, batch=half)
+    if not run.fused_head:
+        yield "a fused head", replace(run, fused_head=True)
+    for share in (0.5, 0.4, 0.3):
+        if share < engine.memory_share:
+            yield f"{share} of the memory for the engine", replace(run, engine=replace(engine, memory_share=share))
+    for factor in (2, 4, 8):
+        if engine.own_copy and can_cut(run, engine.tensor * factor):
+            wider = replace(engine, tensor=factor * engine.tensor)
+            yield f"rollout tensor parallelism of {wider.tensor}", replace(run, engine=wider)
+        more = replace(run.cluster, gpus=run.cluster.gpus * factor)
+        yield f"{more.gpus} GPUs", replace(run, cluster=more)
+        if run.backend != "megatron" or run.data % factor:
+            continue
+        if can_cut(run, layout.tensor * factor):
+            cut = replace(layout, tensor=factor * layout.tensor)
+            yield f"tensor parallelism of {cut.tensor}", replace(run, layout=cut)
+        if run.system.pipelines and layout.pipeline * factor * layout.virtual <= len(run.shape.layers):
+            staged = replace(layout, pipeline=factor * layout.pipeline)
+            yield f"{staged.pipeline} pipeline stages", replace(run, layout=staged)
+
+
+def can_cut(run: RunDescription, parts: int) -> bool:
+    """Whether so many GPUs of a machine can share a layer."""
+    return parts <= min(run.cluster.gpus, run.cluster.per_machine) and all(layer.heads % parts == 0 for layer in run.shape.layers)
+
+
+def ways_to_fit(run: RunDescription) -> list[Remedy]:
+    """About the fewest changes with which it fits: those on the fewest GPUs first, then the fastest. Where one change is not enough, those
+    are tried further that come closest."""
+    last: dict[RunDescription, list[str]] = {run: []}
+    for _ in range(MOST_CHANGES):
+        new: dict[RunDescription, list[str]] = {}
+        for before, words in last.items():
+            for change, changed in safe_changes(before):
+                new.setdefault(changed, [*words, change])
+        found = {changed: memory_of(changed) for changed in new}
+        if fitting := [changed for changed in new if found[changed].fits]:
+            order = sorted((changed.cluster.gpus, seconds_of(changed).total, joined(new[changed], "and")) for changed in fitting)
+            return [Remedy(words, seconds) for _, seconds, words in order]
+        closest = sorted(new, key=lambda changed: found[changed].overshoot)[:CLOSEST]
+        last = {changed: new[changed] for changed in closest}
+    return []
+
+
+def safe_changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
+    try:
+        yield from changes(run)
+    except UserError:  # a layout that the model cannot have
+        return

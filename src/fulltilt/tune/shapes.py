@@ -1,0 +1,135 @@
+"""Well-known models by name: their sizes as config.json has them, so that a plan needs no folder and no hub.
+
+Enters: a name as people write it ("Qwen2.5-Math-7B", "qwen2.5 7b math", "Qwen/Qwen3-30B-A3B"), or a folder. Leaves: a `Shape`. Guaranteed:
+case, separators, the owner on the hub and words that say how a model was trained (Instruct, Base, Math, ...) do not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fulltilt.records import UserError
+from fulltilt.shape import SHAPES, Shape
+from fulltilt.words import listed
+
+Sizes = dict[str, Any]
+
+
+def qwen2(width: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int, *, tied: bool = False) -> Sizes:
+    return dense("qwen2", width, inner, layers, heads, key_heads, vocabulary, tied=tied, positions=32768)
+
+
+def qwen3(width: int, inner: int, layers: int, heads: int, key_heads: int, *, tied: bool = False) -> Sizes:
+    return dense("qwen3", width, inner, layers, heads, key_heads, 151936, tied=tied, positions=40960, head_width=128)
+
+
+def dense(
+    family: str, width: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int, *,
+    tied: bool = False, positions: int = 131072, head_width: int | None = None,
+) -> Sizes:  # fmt: skip
+    found = {
+        "model_type": family, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": key_heads, "vocab_size": vocabulary, "tie_word_embeddings": tied, "max_position_embeddings": positions,
+    }  # fmt: skip
+    return found | ({"head_dim": head_width} if head_width else {})
+
+
+def experts(base: Sizes, count: int, active: int, inner: int, *, shared: int = 0, dense_layers: int = 0) -> Sizes:
+    return base | {
+        "num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": inner, "shared_expert_intermediate_size": shared,
+        "mlp_only_layers": list(range(dense_layers)),
+    }  # fmt: skip
+
+
+# Multi-head latent attention has no place in a `Shape`. These have as many attention weights within 4%, and exactly as many numbers in the
+# KV cache (512 of the latent and 64 of the rotary key for each token and layer); scores are counted with heads of 96 where they have 192.
+LATENT = {"head_dim": 96, "num_key_value_heads": 3}
+DEEPSEEK_V3 = dense("qwen2_moe", 7168, 18432, 61, 128, 3, 129280, positions=163840) | LATENT | {"qkv_bias": False}
+MOONLIGHT = dense("qwen2_moe", 2048, 11264, 27, 16, 3, 163840, positions=8192) | LATENT | {"head_dim": 96, "qkv_bias": False}
+
+PUBLISHED: dict[str, Sizes] = {
+    "Qwen2.5-0.5B": SHAPES["0.5B"],
+    "Qwen2.5-1.5B": SHAPES["1.5B"],
+    "Qwen2.5-3B": qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "Qwen2.5-7B": SHAPES["7B"],
+    "Qwen2.5-14B": qwen2(5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-32B": SHAPES["32B"],
+    "Qwen2.5-72B": qwen2(8192, 29568, 80, 64, 8, 152064),
+    "Qwen3-0.6B": qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "Qwen3-1.7B": qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "Qwen3-4B": qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "Qwen3-8B": qwen3(4096, 12288, 36, 32, 8),
+    "Qwen3-14B": qwen3(5120, 17408, 40, 40, 8),
+    "Qwen3-32B": qwen3(5120, 25600, 64, 64, 8),
+    "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
+    "Qwen3-235B-A22B": experts(qwen3(4096, 12288, 94, 64, 4) | {"model_type": "qwen3_moe"}, 128, 8, 1536),
+    "Qwen1.5-MoE-A2.7B": experts(dense("qwen2_moe", 2048, 5632, 24, 16, 16, 151936) | {"qkv_bias": True}, 60, 4, 1408, shared=5632),
+    "Qwen2-57B-A14B": experts(dense("qwen2_moe", 3584, 18944, 28, 28, 4, 151936) | {"qkv_bias": True}, 64, 8, 2560, shared=20480),
+    "Llama-3.2-1B": dense("llama", 2048, 8192, 16, 32, 8, 128256, tied=True, head_width=64),
+    "Llama-3.2-3B": dense("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_width=128),
+    "Llama-3-8B": dense("llama", 4096, 14336, 32, 32, 8, 128256),
+    "Llama-3-70B": SHAPES["70B"],
+    "Llama-3-405B": dense("llama", 16384, 53248, 126, 128, 8, 128256),
+    "Llama-2-7B": dense("llama", 4096, 11008, 32, 32, 32, 32000, positions=4096),
+    "Mistral-7B": dense("mistral", 4096, 14336, 32, 32, 8, 32768, positions=32768),
+    "Mixtral-8x7B": SHAPES["Mixtral-8x7B"],
+    "Mixtral-8x22B": dense("mixtral", 6144, 16384, 56, 48, 8, 32768, positions=65536) | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "DeepSeek-V3": experts(DEEPSEEK_V3, 256, 8, 2048, shared=2048, dense_layers=3),
+    "Moonlight-16B-A3B": experts(MOONLIGHT, 64, 6, 1408, shared=2816, dense_layers=1),
+    "SmolLM2-135M": SHAPES["135M"],
+    "Gemma-2-2B": SHAPES["Gemma-2-2B"],
+    "Gemma-2-9B": SHAPES["Gemma-2-9B"],
+}
+ALSO = {
+    "dpsk": "deepseek", "ds": "deepseek", "deepseekr1": "deepseekv3", "deepseek671b": "deepseekv3", "deepseekv3671b": "deepseekv3",
+    "qwen330b": "qwen330ba3b", "qwen3235b": "qwen3235ba22b", "moonlight16b": "moonlight16ba3b", "mixtral47b": "mixtral8x7b",
+    "llama3170b": "llama370b", "llama3370b": "llama370b", "llama318b": "llama38b", "llama31405b": "llama3405b", "qwen27b": "qwen257b",
+}  # fmt: skip
+# Words of a name that say how the weights were made, which sizes do not depend on.
+TRAINING_WORDS = re.compile(
+    r"\b(instruct|chat|base|math|coder?|it|preview|thinking|distill\w*|r1|rl|zero|hf|meta|moe|dense|gptmodel|mcore|v0\.\d|\d{4})\b"
+)
+
+
+def named_shape(text: str) -> Shape:
+    """The shape of a folder with a config.json, or of a model by its name."""
+    if (Path(text) / "config.json").is_file():
+        return Shape.read(text)
+    if found := find_shape(text):
+        return Shape.from_config(found)
+    raise UserError(f"{text!r} is neither a folder with a config.json nor a named shape. Named shapes: {listed([*PUBLISHED, *SHAPES], 60)}")
+
+
+def find_shape(text: str) -> Sizes | None:
+    """The sizes of a model that is named somewhere in a text, such as a cell or the name of a file; None: there is none. A name of which
+    another one is a part goes before it."""
+    if text in SHAPES:
+        return SHAPES[text]
+    known = {joined(name): sizes for name, sizes in PUBLISHED.items()}
+    for given in spellings(text):
+        if given in known:
+            return known[given]
+    for given in spellings(text):
+        inside = [name for name in known if re.search(rf"(?<!\d){re.escape(name)}(?![\d]*b|\d)", given)]
+        if inside:
+            return known[max(inside, key=len)]
+    return None
+
+
+def spellings(text: str) -> Iterator[str]:
+    """Forms of a name to look for: without its owner, without words about training, with usual abbreviations written out."""
+    plain = text.rpartition("/")[2].lower()
+    for given in (plain, TRAINING_WORDS.sub(" ", re.sub(r"[_\-\s]+", " ", plain))):
+        found = joined(given)
+        yield found
+        for short, whole in ALSO.items():
+            if found.startswith(short) and not (len(whole) > len(short) and found.startswith(whole)):
+                found = whole + found[len(short) :]
+                yield found
+
+
+def joined(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,440 @@
+"""Published tables of step times: read as they stand, and set beside what the models of memory and time say.
+
+Enters: CSV files such as those of tests/data/published, whose rows are runs of verl with Megatron or FSDP training and vLLM rollout.
+Leaves: `TableRow`s, each a `RunDescription` with its measured numbers, and the comparison. Guaranteed: headers and cells are read whatever
+their case and spelling; a row that cannot be read is reported and does not stop the others; no number of a row but those of its settings,
+and the tokens that its throughput gives, enters its prediction. Where a table gives no throughput, all of its rows of one model and limit
+share one mean response length, which is chosen once, so that the median row's update takes as long as predicted.
+
+What such tables leave out is in `FACTS`, by the algorithm that the file's name begins with.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from fulltilt.batching.cost import ModelSize, update_flops
+from fulltilt.hardware import Cluster
+from fulltilt.records import UserError
+from fulltilt.shape import Recompute, Shape
+from fulltilt.tune.description import Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
+from fulltilt.tune.lengths import Lengths
+from fulltilt.tune.memory_model import MemoryModel, memory_of
+from fulltilt.tune.shapes import find_shape
+from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
+
+TIMES = ("step", "rollout", "generation", "update_actor", "old_logp", "ref_logp", "reshard")
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """What the scripts beside a table say and its columns do not."""
+
+    reference: bool
+    offload: bool  # where no column says so
+    fused_head: bool
+    fused_rope: bool  # where no row says so
+    entropy: bool
+    graphs: bool
+    memory_share: tuple[float, float] = (0.6, 0.6)  # of an engine: on one machine, and on several
+    samples: int = 16
+    micro_batch: int = 2  # where batches are not dynamic
+    forward_micro_batch: int = 4
+
+
+# From the run scripts, as tests/data/published/README.md quotes them. Megatron rows of DAPO ignore the request for recompute; FSDP obeys.
+FACTS = {
+    "grpo": TableFacts(reference=True, offload=False, fused_head=True, fused_rope=True, entropy=False, graphs=False),
+    "dapo": TableFacts(
+        reference=False, offload=True, fused_head=False, fused_rope=False, entropy=True, graphs=True, memory_share=(0.6, 0.8)
+    ),
+}
+OTHERS = replace(FACTS["dapo"], reference=True)
+
+# The columns that are read, and patterns of their headers in lower case with single spaces; the first header that matches counts.
+HEADERS = {
+    "number": r"(number|no|id|row|#|index)",
+    "backend": r"(backend|framework|engine|strategy|train backend)",
+    "model": r"(model|model name|base model)",
+    "gpu": r"(gpu|gpu type|device|hardware|accelerator)",
+    "gpus": r"(num gpus?|n gpus?|gpus|gpu num|gpu count|number of gpus|world size)",
+    "nodes": r"(nodes?|num nodes|nnodes|n nodes)",
+    "train_parallel": r"(train parallel\w*|train(ing)? (layout|parallelism)|actor parallel\w*|parallel)",
+    "infer_parallel": r"(infer\w* parallel\w*|rollout parallel\w*|gen\w* parallel\w*|rollout tp|infer\w* tp|gen tp)",
+    "offload": r"(offload|offloading|param offload)",
+    "recompute": r"(recompute\w*|gradient checkpointing|checkpointing|recomputation)",
+    "dynamic": r"(dynamic batch|dynamic batch size|dynamic bsz|use dynamic bsz)",
+    "memory_share": r"(gpu memory util\w*|gpu util\w*|mem util\w*|memory share)",
+    "step": r"(step|step time|time per step|total|timing step)",
+    "rollout": r"(rollout|gen|timing gen)",
+    "generation": r"(generation|generate|generate sequences)",
+    "update_actor": r"(update actor|update|actor update|train|train time)",
+    "old_logp": r"(old logp|old log ?probs?|logp|log ?probs?)",
+    "ref_logp": r"(ref|ref logp|ref log ?probs?|reference)",
+    "reshard": r"(reshard|resharding|sync|weight sync)",
+    "throughput": r"(throughput|tokens s gpu|tokens per second per gpu|tgs)",
+    "mfu": r"(mfu|mfu actor)",
+    "other": r"(other|others|notes?|remarks?|comment|options)",
+    "most_prompt": r"(max prompt len\w*|prompt len\w*|max prompt)",
+    "most_response": r"(max response len\w*|response len\w*|max response)",
+    "mean_response": r"(mean response len\w*|avg response len\w*|average response len\w*|response length mean|mean length)",
+    "prompts": r"(bs|batch size|train bs|train batch size|global bs)",
+    "minibatch": r"(mini bs|mini batch size|ppo mini batch size|mini batch)",
+    "samples": r"(n|rollout n|samples per prompt|n resp per prompt|n samples|group size|responses)",
+    "actor_batch": r"(.*(micro|token|budget).*(actor|update|train).*|micro bs dynamic max token|.*(actor|update).*(micro|token|budget).*)",
+    "logp_batch": r"(.*(micro|token|budget).*log ?p.*|.*log ?p.*(micro|token|budget).*)",
+}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    number: str
+    table: str
+    run: RunDescription
+    measured: Mapping[str, float]  # seconds of the columns of TIMES that the row has
+    ran_out: bool  # of memory
+    ran: bool  # it has a measured number
+    layout: str
+    tokens: float | None = None  # of a row, where the table gives them
+    mfu: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    path: Path
+    rows: Sequence[TableRow]
+    skipped: Sequence[str] = ()  # rows that could not be read, and why
+
+
+@dataclass(frozen=True)
+class Prediction:
+    row: TableRow
+    memory: MemoryModel
+    seconds: StepSeconds
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Predicted seconds under the table's names."""
+        found = {"step": self.seconds.total, "rollout": self.seconds.rollout, "generation": self.seconds.generation.total}
+        found |= {"update_actor": self.seconds.update.total, "old_logp": self.seconds.old_logprob.total}
+        found |= {"ref_logp": self.seconds.ref_logprob.total} if self.row.run.reference else {}
+        return found | {"reshard": self.seconds.sync.causes.get("parameters to the engine", 0.0)}
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the prediction that it fits, or does not, is right; None: the row says neither."""
+        return self.memory.fits != self.row.ran_out if self.row.ran or self.row.ran_out else None
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------------------------------
+
+
+def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> Table:
+    """`hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, where the table does not name it."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--table {path}: cannot be read: {error}. Give a CSV file") from error
+    reader = csv.DictReader(text.splitlines())
+    columns = columns_of(reader.fieldnames or ())
+    if missing := [name for name in ("gpus", "train_parallel") if name not in columns]:
+        raise UserError(f"--table {path}: no column for {', '.join(missing)}. Its header must name num_gpus and train_parallel")
+    stated = facts or next((own for name, own in FACTS.items() if name in path.stem.lower()), OTHERS)
+    rows: list[TableRow] = []
+    skipped: list[str] = []
+    for line, cells in enumerate(reader, start=2):
+        given = {name: (cells.get(header) or "").strip() for name, header in columns.items()}
+        if not any(given.values()):
+            continue
+        try:
+            rows.append(row_of(given, path, stated, shape, line))
+        except UserError as error:
+            skipped.append(f"line {line}: {error}")
+    if not rows:
+        raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
+    found = with_lengths(rows)
+    return Table(path, [on_hardware(row, hardware) for row in found] if hardware else found, skipped)
+
+
+def on_hardware(row: TableRow, hardware: str) -> TableRow:
+    """The same run on other GPUs, of which nothing was measured."""
+    cluster = Cluster.parse(hardware, row.run.cluster.gpus)
+    return replace(row, run=replace(row.run, cluster=cluster), measured={}, ran=False, ran_out=False)
+
+
+def columns_of(headers: Iterable[str]) -> dict[str, str]:
+    """Which header each column has."""
+    plain = {re.sub(r"[^a-z0-9#]+", " ", header.lower()).strip(): header for header in headers if header}
+    found: dict[str, str] = {}
+    for name, pattern in HEADERS.items():
+        header = next((own for own in plain if re.fullmatch(pattern, own)), None)
+        if header is not None:
+            found[name] = plain[header]
+    return found
+
+
+def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str | None, line: int) -> TableRow:
+    sizes = find_shape(shape or given.get("model") or "") or find_shape(path.stem)
+    if sizes is None:
+        raise UserError(f"model {given.get('model') or path.stem!r} is not known. Name it with --shape")
+    number = given.get("number") or str(line)
+    layout, other = given["train_parallel"], given.get("other", "").lower()
+    cluster = Cluster.parse(given.get("gpu") or "H100", int(number_in(given["gpus"], "num_gpus")))
+    backend: Backend = "fsdp" if "fsdp" in f"{given.get('backend', '')}{layout}".lower() else "megatron"
+    offload = truth(given.get("offload"), facts.offload)
+    everything = "all optimi" in other
+    run = RunDescription(
+        shape=Shape.from_config(sizes),
+        cluster=replace(cluster, gpus=int(number_in(given["gpus"], "num_gpus"))),
+        lengths=Lengths(tokens_in(given.get("most_prompt"), 2048), tokens_in(given.get("most_response"), 8192)),
+        backend=backend,
+        layout=TrainLayout.parse(layout),
+        engine=engine_of(given, facts, cluster, other),
+        batch=batch_of(given, facts),
+        recompute=recompute_of(given.get("recompute", ""), other, backend),
+        offload_params=offload,
+        offload_grads=offload,
+        offload_optimizer=offload,
+        reference=facts.reference,
+        offload_reference=backend == "fsdp",  # verl's FSDP workers always keep it on the host
+        fused_head=facts.fused_head or "fused_kernel" in other or "fused kernel" in other or everything,
+        fused_rope=facts.fused_rope or "rope_fusion" in other or "rope fusion" in other or everything,
+        entropy=facts.entropy and not re.search(r"entropy_?coeff?\s*=\s*0", other),
+        name=f"{path.name} row {number}",
+    )
+    measured = {name: seconds for name in TIMES if (seconds := plain_number(given.get(name))) is not None}
+    ran_out = any(re.search(r"\boom\b|out of memory", text.lower()) for text in given.values())
+    mfu = plain_number(given.get("mfu"))
+    tokens = plain_number(given.get("mean_response"))
+    per_row = tokens + run.lengths.prompt if tokens is not None else tokens_of(given, measured, run)
+    return TableRow(number, path.name, run, measured, ran_out, bool(measured or mfu) and not ran_out, layout, per_row, mfu)
+
+
+def engine_of(given: Mapping[str, str], facts: TableFacts, cluster: Cluster, other: str) -> EngineDescription:
+    parts = re.search(r"\d+", given.get("infer_parallel", "") or "1")
+    several = int(number_in(given["gpus"], "num_gpus")) > cluster.per_machine
+    share = plain_number(given.get("memory_share"))
+    graphs = facts.graphs or bool(re.search(r"cuda ?_?graphs?", other))
+    return EngineDescription(int(parts[0]) if parts else 1, facts.memory_share[several] if share is None else share, graphs)
+
+
+def batch_of(given: Mapping[str, str], facts: TableFacts) -> BatchDescription:
+    dynamic = truth(given.get("dynamic"), None)
+    actor, logp = (plain_number(given.get(name)) for name in ("actor_batch", "logp_batch"))
+    found: dict[str, Any] = {"micro_batch": facts.micro_batch, "forward_micro_batch": facts.forward_micro_batch}
+    if actor is not None and actor < 100:
+        found["micro_batch"] = int(actor)
+    elif actor is not None and dynamic is not False:
+        found["token_budget"] = int(actor)
+    if logp is not None and logp < 100:
+        found["forward_micro_batch"] = int(logp)
+    elif logp is not None and dynamic is not False:
+        found["forward_token_budget"] = int(logp)
+    prompts = int(plain_number(given.get("prompts")) or 512)
+    samples = int(plain_number(given.get("samples")) or facts.samples)
+    return BatchDescription(prompts, samples, int(plain_number(given.get("minibatch")) or prompts), **found)
+
+
+def recompute_of(cell: str, other: str, backend: Backend) -> Recompute:
+    """The column, else the remarks, else what the backend does by itself: FSDP runs had gradient checkpointing on."""
+    text = cell.lower() or ("selective" if "selective recompute" in other else "false" if "no recompute" in other else "")
+    text = text or ("full" if re.search(r"full recompute|recompute[_ ]?full", other) else "")
+    if "sel" in text:
+        return Recompute("selective")
+    if "full" in text or truth(text, False) or (not text and backend == "fsdp"):
+        return Recompute("full", 1, "uniform")
+    return Recompute()
+
+
+def tokens_of(given: Mapping[str, str], measured: Mapping[str, float], run: RunDescription) -> float | None:
+    """Tokens of a row, from tokens per second and GPU over the whole step."""
+    throughput = plain_number(given.get("throughput"))
+    if throughput is None or "step" not in measured:
+        return None
+    return throughput * measured["step"] * run.cluster.gpus / run.batch.rows
+
+
+def truth(text: str | None, default: Any) -> Any:
+    if not text:
+        return default
+    return text.strip().lower() in ("true", "yes", "y", "1", "on")
+
+
+def plain_number(text: str | None) -> float | None:
+    """A number, with k for 1,024 and commas allowed; None: the cell has none."""
+    found = re.fullmatch(r"~?\s*([\d,]*\.?\d+)\s*([kK])?\s*s?", (text or "").strip())
+    if not found:
+        return None
+    return float(found[1].replace(",", "")) * (1024 if found[2] else 1)
+
+
+def number_in(text: str, column: str) -> float:
+    found = re.search(r"\d+", text)
+    if not found or int(found[0]) < 1:
+        raise UserError(f"{column} is {text!r}, which is not a number")
+    return float(found[0])
+
+
+def tokens_in(text: str | None, default: int) -> int:
+    found = plain_number(text)
+    return default if found is None or found < 1 else int(found)
+
+
+# ---- lengths -----------------------------------------------------------------------------------------------------------------------------
+
+
+def with_lengths(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Rows with the mean length of their responses: their own, that of others like them, or the common one."""
+    alike: dict[Any, list[TableRow]] = {}
+    for row in rows:
+        alike.setdefault((row.run.shape, row.run.lengths), []).append(row)
+    common = {key: common_tokens(own) for key, own in alike.items()}
+    found = []
+    for row in rows:
+        lengths = row.run.lengths
+        tokens = common[row.run.shape, lengths] if row.tokens is None else row.tokens
+        found.append(replace(row, run=row.run.with_response(min(max(1.0, tokens - lengths.prompt), float(lengths.most_response)))))
+    return found
+
+
+def common_tokens(rows: Sequence[TableRow]) -> float:
+    """One length for all rows: the mean where some give theirs, else that with which the median update is as predicted."""
+    if given := [row.tokens for row in rows if row.tokens is not None]:
+        return fmean(given)
+    lengths = rows[0].run.lengths
+    timed = [row for row in rows if "update_actor" in row.measured]
+    if not timed:
+        return lengths.prompt + lengths.most_response / 8
+    low, high = 1.0, float(lengths.most_response)
+    for _ in range(16):
+        middle = math.sqrt(low * high)
+        ratios = [update_seconds(row.run.with_response(middle)).total / row.measured["update_actor"] for row in timed]
+        low, high = (middle, high) if median(ratios) < 1 else (low, middle)
+    return lengths.prompt + low
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------------------------------
+
+
+def predict(table: Table) -> list[Prediction]:
+    return [Prediction(row, memory_of(row.run), seconds_of(row.run)) for row in table.rows]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How well a column of all tables is predicted: mean relative errors."""
+
+    column: str
+    rows: int
+    error: float
+    baseline: float  # of one constant share of the peak for each type of GPU, chosen to fit these rows best
+    shares: Mapping[str, float] = field(default_factory=dict)  # those constants
+
+
+def compare(predictions: Sequence[Prediction], column: str = "update_actor") -> Comparison | None:
+    """Mean relative error, beside that of a constant MFU for each type of GPU that knows the same lengths."""
+    timed = [(own, own.row.measured[column]) for own in predictions if own.row.measured.get(column)]
+    if not timed:
+        return None
+    error = fmean(abs(own.times[column] - measured) / measured for own, measured in timed)
+    shares, others = {}, []
+    for gpu in dict.fromkeys(own.row.run.gpu.name for own, _ in timed):
+        ideal = [(ideal_seconds(own.row.run), measured) for own, measured in timed if own.row.run.gpu.name == gpu]
+        candidates = [seconds / measured for seconds, measured in ideal]  # the mean of absolute errors is least where one of them is zero
+        shares[gpu] = min(candidates, key=lambda share: constant_error(ideal, share))
+        others += [abs(seconds / shares[gpu] - measured) / measured for seconds, measured in ideal]
+    return Comparison(column, len(timed), error, fmean(others), shares)
+
+
+def constant_error(ideal: Sequence[tuple[float, float]], share: float) -> float:
+    return fmean(abs(seconds / share - measured) / measured for seconds, measured in ideal)
+
+
+def ideal_seconds(run: RunDescription) -> float:
+    """The update's FLOPs at the GPUs' peak."""
+    rows = run.lengths.rows
+    each = update_flops(ModelSize.of_shape(run.shape), rows, sum(rows)).total / len(rows)
+    return run.batch.rows * each / (run.cluster.gpus * run.gpu.flops)
+
+
+# ---- showing -----------------------------------------------------------------------------------------------------------------------------
+
+SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
+
+
+def lines(tables: Sequence[Table], predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Prediction beside measurement, as a table for people."""
+    for table in tables:
+        own = [each for each in predictions if each.row.table == table.path.name]
+        yield f"{table.path.name}: predicted / measured seconds"
+        head = ["row", "gpus", "train", "rollout", "memory, GiB", *SHOWN]
+        body = [cells_of(each) for each in own]
+        widths = [max(len(line[place]) for line in [head, *body]) for place in range(len(head))]
+        for line in [head, *body]:
+            yield "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        yield from (f"not read: {why}" for why in table.skipped)
+        responses = {round(each.row.run.lengths.response) for each in own if each.row.tokens is None}
+        if responses:
+            yield f"mean response where the table gives no throughput: {', '.join(map(str, sorted(responses)))} tokens"
+        yield ""
+    yield from summary(predictions)
+
+
+def cells_of(own: Prediction) -> list[str]:
+    row, peak = own.row, max(own.memory.phases.items(), key=lambda item: item[1].total)
+    said = "fits" if own.memory.fits else "OOM"
+    was = {True: "right", False: "WRONG", None: "not said"}[own.verdict]
+    gpus = f"{row.run.cluster.gpus} {row.run.gpu.name}"
+    memory = f"{said} ({was}) {peak[1].total / (1 << 30):.1f} in {peak[0]}"
+    return [row.number, gpus, row.layout, f"tp{row.run.engine.tensor}", memory, *(beside(own, column) for column in SHOWN)]
+
+
+def beside(own: Prediction, column: str) -> str:
+    measured = own.row.measured.get(column)
+    return f"{own.times[column]:.0f} / {'-' if measured is None else f'{measured:.0f}'}"
+
+
+def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
+    said = [own.verdict for own in predictions if own.verdict is not None]
+    if said:
+        yield f"memory: {sum(said)} of {len(said)} verdicts right"
+    for column in SHOWN:
+        if found := compare(predictions, column):
+            text = f"{column}: mean relative error {found.error:.1%} over {found.rows} rows"
+            if column == "update_actor":
+                shares = ", ".join(f"{share:.2f} on {gpu}" for gpu, share in found.shares.items())
+                text += f"; with one constant MFU for each type of GPU ({shares}) {found.baseline:.1%}"
+            yield text
+
+
+def as_json(tables: Sequence[Table], predictions: Sequence[Prediction]) -> dict[str, Any]:
+    rows = [
+        {
+            "table": own.row.table, "number": own.row.number, "model": own.row.run.shape.model_type, "gpu": own.row.run.gpu.name,
+            "gpus": own.row.run.cluster.gpus, "train_parallel": own.row.layout, "fits": own.memory.fits, "ran_out": own.row.ran_out,
+            "verdict_right": own.verdict, "reasons": own.memory.reasons, "response_tokens": own.row.run.lengths.response,
+            "predicted": {name: round(seconds, 2) for name, seconds in own.times.items()}, "measured": dict(own.row.measured),
+            "binds": {name: phase.binds for name, phase in own.seconds.phases.items()},
+            "causes": {"update_actor": {cause: round(seconds, 2) for cause, seconds in own.seconds.update.causes.items()}},
+            "memory": own.memory.as_json(),
+        }
+        for own in predictions
+    ]  # fmt: skip
+    errors = {
+        column: {
+            "rows": found.rows,
+            "mean_relative_error": found.error,
+            "constant_mfu_error": found.baseline,
+            "constant_mfu": dict(found.shares),
+        }
+        for column in SHOWN
+        if (found := compare(predictions, column))
+    }
+    return {"rows": rows, "errors": errors, "skipped": [f"{table.path.name} {why}" for table in tables for why in table.skipped]}

@@ -1,0 +1,402 @@
+"""The model of time: seconds of each phase of a step, by cause.
+
+Enters: a `RunDescription`. Leaves: `PhaseSeconds` for each phase. Guaranteed: arithmetic alone, from FLOPs (batching/cost.py), bytes
+(`Shape`, parallel/traffic.py) and the figures of the hardware table; constants are those of tune/constants.py and no others.
+
+A pass is the sum of what cannot overlap: products and attention at the rate that the GPU reaches, memory traffic of what lies between them,
+collectives inside layers, and the host's launches, which do not depend on tokens and so are paid for each micro-batch. Ranks wait for each
+other after every mini-batch, so the one with most tokens counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from fulltilt.batching.cost import ModelSize, update_flops
+from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
+from fulltilt.shape import DecoderLayer, Recompute, Shape
+from fulltilt.tune import constants as c
+from fulltilt.tune.description import RunDescription
+from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, memory_of, own_parameters, parameters
+
+FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
+SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Seconds of a phase, by cause."""
+
+    causes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.causes.values())
+
+    @property
+    def binds(self) -> str:
+        """The largest cause."""
+        return max(self.causes, key=lambda cause: self.causes[cause], default="nothing")
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    generation: PhaseSeconds
+    sync: PhaseSeconds
+    old_logprob: PhaseSeconds
+    ref_logprob: PhaseSeconds
+    update: PhaseSeconds
+    other: PhaseSeconds
+
+    @property
+    def rollout(self) -> float:
+        """Generation with the engine's waking, and the way of the samples back to the driver."""
+        return self.generation.total + self.sync.total
+
+    @property
+    def phases(self) -> dict[str, PhaseSeconds]:
+        found = {"rollout": self.generation, "sync": self.sync, "old-logprob": self.old_logprob, "ref-logprob": self.ref_logprob}
+        return {name: phase for name, phase in (found | {"update-actor": self.update, "other": self.other}).items() if phase.causes}
+
+    @property
+    def total(self) -> float:
+        return sum(phase.total for phase in self.phases.values())
+
+
+def seconds_of(run: RunDescription) -> StepSeconds:
+    logprob = logprob_seconds(run)
+    return StepSeconds(
+        generation=generation_seconds(run),
+        sync=sync_seconds(run),
+        old_logprob=logprob,
+        ref_logprob=logprob if run.reference else PhaseSeconds(),
+        update=update_seconds(run),
+        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rows}),
+    )
+
+
+@cache
+def model_size(shape: Shape) -> ModelSize:
+    return ModelSize.of_shape(shape)
+
+
+# ---- passes over micro-batches -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the GPUs of one data-parallel group do in a phase."""
+
+    tokens: float  # of the whole phase, on the group with most of them
+    rows: float  # samples
+    batches: int  # micro-batches of the whole phase
+    at_once: int  # micro-batches that follow one another without a wait for other groups
+    learns: bool
+
+    @property
+    def in_micro_batch(self) -> float:
+        return self.tokens / self.batches
+
+
+def update_passes(run: RunDescription) -> Passes:
+    batch, lengths, layout = run.batch, run.lengths, run.layout
+    rows = batch.rows / batch.updates / run.data  # of a mini-batch, in one group
+    tokens = rows * lengths.mean * lengths.imbalance(run.data, int(rows))
+    if batch.token_budget is None:
+        count = math.ceil(rows / batch.micro_batch)
+    else:
+        count = math.ceil(tokens / (batch.token_budget * layout.context * layout.sequence))
+    count = max(1, count)
+    return Passes(tokens * batch.updates, rows * batch.updates, count * batch.updates, count, learns=True)
+
+
+def forward_passes(run: RunDescription) -> Passes:
+    """Log-probs of all samples; the driver has dealt them out evenly."""
+    batch, layout = run.batch, run.layout
+    rows, tokens = batch.rows / run.data, run.tokens / run.data
+    if batch.forward_token_budget is None:
+        count = math.ceil(rows / batch.forward_micro_batch)
+    else:
+        count = math.ceil(tokens / (batch.forward_token_budget * layout.context * layout.sequence))
+    return Passes(tokens, rows, max(1, count), max(1, count), learns=False)
+
+
+def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
+    """Seconds of all micro-batches on the GPUs of one group, by cause."""
+    found = {
+        "products": product_seconds(run, passes),
+        "attention": attention_seconds(run, passes),
+        "memory traffic": traffic_seconds(run, passes),
+        "head": head_seconds(run, passes),
+        "collectives in layers": layer_collectives(run, passes),
+        "launches": launch_seconds(run, passes),
+        "unfused positions": rope_seconds(run, passes),
+    }
+    gathered = gather_seconds(run, passes)
+    hidden = found["products"] + found["attention"] + found["memory traffic"]
+    found["gathering parameters"] = max(0.0, gathered - hidden)  # FSDP fetches a layer while another computes
+    on_device = sum(seconds for cause, seconds in found.items() if cause not in ("launches", "unfused positions"))
+    found["launches"] -= run.system.hidden * min(on_device, found["launches"])
+    stages, virtual = run.layout.pipeline, run.layout.virtual
+    found["pipeline bubble"] = (stages - 1) / (virtual * passes.at_once) * sum(found.values())
+    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+
+
+def again_share(run: RunDescription, passes: Passes) -> float:
+    """The share of a forward pass over the layers that the backward pass repeats. What selective recompute repeats is memory traffic."""
+    if not passes.learns or run.recompute.kind != "full":
+        return 0.0
+    layers = len(run.shape.layers)
+    return sum(map(len, run.recompute.units(layers))) / layers
+
+
+def times_forward(run: RunDescription, passes: Passes) -> float:
+    """A pass's arithmetic in the layers, in forward passes."""
+    return (FORWARD + BACKWARD + again_share(run, passes)) if passes.learns else FORWARD
+
+
+def product_seconds(run: RunDescription, passes: Passes) -> float:
+    """Matrix products of the layers, each at the rate that its sides allow."""
+    rate = run.gpu.flops * run.gpu.matmul_share
+    each = sum(
+        count * layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer, count in Counter(run.shape.layers).items()
+    )
+    group = run.layout.model_parallel
+    return passes.tokens * each * times_forward(run, passes) / group / rate
+
+
+def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float) -> float:
+    """FLOPs of a token in the forward pass of a layer, each product's enlarged by what its short sides waste."""
+    found = 0.0
+    layout, own_tokens = run.layout, tokens / (run.layout.context * run.layout.sequence)
+    for name, (inner, outer, copies) in shape.products(layer).items():
+        active = min(copies, layer.experts.active) if layer.experts else 1
+        rows = own_tokens
+        if copies > 1:  # an expert sees its share of the tokens of all GPUs that have experts between them
+            rows = own_tokens * active / copies * max(1, layout.expert)
+        parts = layout.tensor if copies == 1 or layout.expert == layout.expert_tensor == 1 else layout.expert_tensor
+        cut_inner = name.endswith(("o_proj", "down_proj"))
+        sides = (rows, inner / parts if cut_inner else inner, outer if cut_inner else outer / parts)
+        uneven = c.EXPERT_IMBALANCE if copies > 1 and layout.expert > 1 else 1.0
+        found += uneven * 2.0 * inner * outer * active * (1 + c.TILE * sum(1 / max(1.0, side) for side in sides))
+    return found
+
+
+def attention_seconds(run: RunDescription, passes: Passes) -> float:
+    flops = update_flops(model_size(run.shape), run.lengths.rows, 0).attention / 3 / sum(run.lengths.rows)  # of a token, forward
+    rate = run.gpu.flops * run.gpu.matmul_share * c.ATTENTION_SHARE
+    return passes.tokens * flops * times_forward(run, passes) / run.layout.model_parallel / rate
+
+
+def traffic_seconds(run: RunDescription, passes: Passes) -> float:
+    """What operations between products read and write."""
+    fused = run.fused_layers
+    kept = sum(count * run.shape.layer_bytes(layer, BF16, fused=fused) for layer, count in Counter(run.shape.layers).items())
+    again = 1.0 if run.recompute.kind != "none" and passes.learns else 0.0
+    times = (c.FORWARD_TRAFFIC * (1 + again) + (c.BACKWARD_TRAFFIC if passes.learns else 0)) * (1 if fused else c.UNFUSED_TRAFFIC)
+    return passes.tokens * kept * times / run.layout.model_parallel / (run.gpu.hbm * c.HBM_SHARE)
+
+
+def head_seconds(run: RunDescription, passes: Passes) -> float:
+    """The vocabulary's product and what reads its result. A fused head computes logits again in the backward pass. In a pipeline the last
+    stage does it while the others wait, unless it has fewer layers."""
+    shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
+    numbers = passes.tokens * shape.vocabulary / group
+    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD + run.fused_head if passes.learns else 0))
+    moved = 0.0
+    if not run.fused_head:
+        entropy = run.entropy or not passes.learns
+        moved = numbers * c.LOGIT_TRAFFIC * (1 + passes.learns) * (1 + entropy)
+    return flops / (run.gpu.flops * run.gpu.matmul_share) + moved / (run.gpu.hbm * c.HBM_SHARE)
+
+
+def launch_seconds(run: RunDescription, passes: Passes) -> float:
+    """The host's launches in all micro-batches, layer by layer; stages of a pipeline launch at the same time."""
+    layers, layout = run.shape.layers, run.layout
+    system = run.system
+    ring = system.host_ring * (layout.context - 1)
+    each = sum(system.host_layer + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
+    return passes.batches * each * times_forward(run, passes)
+
+
+def rope_seconds(run: RunDescription, passes: Passes) -> float:
+    """Rotary positions of packed sequences where no kernel does them at once."""
+    if run.fused_rope or run.backend == "fsdp":  # that of Hugging Face runs over the whole stream, which memory traffic counts
+        return 0.0
+    forward, backward = c.ROPE_LAUNCHES
+    launches = forward * (1 + again_share(run, passes)) + (backward if passes.learns else 0)
+    return passes.rows * len(run.shape.layers) / run.layout.pipeline * launches * c.LAUNCH
+
+
+def layer_collectives(run: RunDescription, passes: Passes) -> float:
+    """What GPUs of a group exchange inside layers."""
+    layout, shape, stream = run.layout, run.shape, Stream(SAMPLE, (range(SAMPLE),))
+    tokens = passes.tokens / SAMPLE
+    recompute = run.recompute if run.recompute.kind == "full" else Recompute()
+    found = 0.0
+    if layout.tensor > 1:
+        # The collectives of the backward pass run beside the products of the weights' gradients, as Megatron has them.
+        moved = tensor_pass(shape, layout.tensor, BF16, stream, "logprob", learns="none")
+        share = tokens / (layout.pipeline * layout.context) * (1 + again_share(run, passes))
+        found += share * sent_bytes(moved, layout.tensor) / run.cluster.link(layout.tensor)
+    if layout.sequence > 1:
+        moved = ulysses_pass(shape, layout.sequence, BF16, stream, "logprob", learns=passes.learns, recompute=recompute)
+        found += tokens * sent_bytes(moved, layout.sequence) / run.cluster.link(layout.sequence)
+    times = times_forward(run, passes)
+    if layout.context > 1:  # keys and values go round the ring; in the backward pass with their gradients
+        keys = sum(2 * layer.keys for layer in shape.layers) * BF16 / layout.tensor
+        share = passes.tokens / layout.context * (layout.context - 1) / layout.pipeline
+        found += share * keys * times / run.cluster.link(layout.tensor * layout.context)
+    if layout.expert > 1:
+        found += expert_bytes(run, passes.tokens) * times / run.cluster.link(layout.expert)
+    return found / c.LINK_SHARE
+
+
+def expert_bytes(run: RunDescription, tokens: float) -> float:
+    """What a GPU sends of tokens to their experts and back, in a forward pass."""
+    layout = run.layout
+    routed = sum(layer.experts.active for layer in run.shape.layers if layer.experts) / layout.pipeline
+    own = tokens / (layout.tensor * layout.context * layout.sequence)
+    return own * routed * run.shape.width * BF16 * 2 * (layout.expert - 1) / layout.expert
+
+
+def gather_seconds(run: RunDescription, passes: Passes) -> float:
+    """FSDP: parameters are gathered for each pass, and gradients summed after each."""
+    if run.backend != "fsdp" or run.shard == 1:
+        return 0.0
+    each = parameters(run.shape).total * (BF16 * 2 + FP32 if passes.learns else BF16)
+    moved = passes.batches * each * (run.shard - 1) / run.shard
+    return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
+
+
+# ---- phases ------------------------------------------------------------------------------------------------------------------------------
+
+
+def update_seconds(run: RunDescription) -> PhaseSeconds:
+    passes = update_passes(run)
+    found = pass_seconds(run, passes) | {"optimizer": optimizer_seconds(run)}
+    found |= {"offload": offload_seconds(run), "handing out rows": driver_seconds(run, trains=True)}
+    return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
+
+
+def logprob_seconds(run: RunDescription) -> PhaseSeconds:
+    found = pass_seconds(run, forward_passes(run)) | {"handing out rows": driver_seconds(run, trains=False)}
+    if run.offload_params:
+        found["offload"] = 2 * held_bytes(run)["parameters"] / host_copy(run)
+    return PhaseSeconds(found)
+
+
+def optimizer_seconds(run: RunDescription) -> float:
+    """Gradients summed and parameters gathered among data-parallel GPUs, and the step itself, for each mini-batch."""
+    own = own_parameters(run)
+    stepped = c.STATE_TRAFFIC * own.total / run.shard / (run.gpu.hbm * c.HBM_SHARE)
+    moved = 0.0
+    if run.backend == "megatron" and run.shard > 1:
+        speed = run.cluster.ring(run.shard, apart=run.layout.tensor) * c.LINK_SHARE
+        moved = (FP32 + BF16) * own.total * (run.shard - 1) / run.shard / speed
+    return run.batch.updates * (stepped + moved)
+
+
+def offload_seconds(run: RunDescription) -> float:
+    """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
+    held, times = held_bytes(run), run.batch.updates if run.system.streams_optimizer else 1
+    moved = held["parameters"] if run.offload_params else 0
+    moved += times * held["optimizer"] if run.offload_optimizer else 0
+    return 2 * moved / host_copy(run)
+
+
+def host_copy(run: RunDescription) -> float:
+    """Bytes per second to and from the host."""
+    return min(run.gpu.host_link, run.system.host_copy)
+
+
+def driver_seconds(run: RunDescription, *, trains: bool) -> float:
+    """The driver hands out padded rows: ids, mask and positions in 8 bytes, and in an update responses, log-probs and advantages too."""
+    row = 3 * 8 * run.lengths.longest_row + (8 + 4 * (4 if trains else 1)) * run.lengths.most_response
+    copies = run.system.megatron_copies if run.backend == "megatron" else 1
+    return run.batch.rows * row * copies / run.system.driver_rate
+
+
+def sync_seconds(run: RunDescription) -> PhaseSeconds:
+    if not run.engine.own_copy:
+        return PhaseSeconds()
+    whole = BF16 * parameters(run.shape).total
+    found = {"parameters to the engine": whole / run.system.sync_rate}
+    row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
+    found["gathering rows"] = run.batch.rows * row / run.system.driver_rate
+    return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
+
+
+# ---- rollout -----------------------------------------------------------------------------------------------------------------------------
+
+
+def generation_seconds(run: RunDescription) -> PhaseSeconds:
+    """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
+    longest ones end alone."""
+    samples = run.batch.rows / run.engines
+    running = min(samples, concurrency(run))
+    found: dict[str, float] = {"prefill": prefill_seconds(run)}
+    mean = sum(run.lengths.responses) / len(run.lengths.responses)
+    if samples > running:
+        full_steps = (samples - running) * mean / running
+        add(found, full_steps, decode_step(run, running, run.lengths.prompt + mean / 2))
+    before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rows)]
+    for place, length in enumerate(lengths):
+        alive = max(1.0, running * (1 - place / (len(lengths) - 1)))
+        add(found, length - before, decode_step(run, alive, run.lengths.prompt + (before + length) / 2))
+        before = length
+    return PhaseSeconds(found)
+
+
+def add(found: dict[str, float], steps: float, causes: Mapping[str, float]) -> None:
+    for cause, seconds in causes.items():
+        found[cause] = found.get(cause, 0.0) + steps * seconds
+
+
+def concurrency(run: RunDescription) -> float:
+    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length."""
+    cache = max(0, memory_of(run).kv_bytes) * kv_parts(run)
+    held = cache / (run.shape.kv_bytes_per_token(BF16) * run.lengths.mean)
+    return max(1.0, min(float(run.engine.max_seqs), held))
+
+
+def decode_step(run: RunDescription, running: float, context: float) -> dict[str, float]:
+    """Seconds of one step with so many samples, by cause."""
+    shape, gpu, parts, system = run.shape, run.gpu, run.engine.tensor, run.system
+    bandwidth = gpu.hbm * c.HBM_SHARE
+    weights = read_weights(shape, running) / parts
+    size = model_size(shape)
+    reading = BF16 * weights / bandwidth
+    computing = 2 * (size.layer_weights + size.head_weights) * running / parts / (gpu.flops * gpu.matmul_share)
+    keys = running * context * shape.kv_bytes_per_token(BF16) / kv_parts(run) / bandwidth
+    sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
+    found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
+    if parts > 1:
+        moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
+        found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
+    on_device = sum(found.values())
+    if not run.engine.graphs:
+        found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
+    found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
+    return found
+
+
+def read_weights(shape: Shape, running: float) -> float:
+    """Weights that a step reads: of experts, those that any of the samples is sent to."""
+    counts = parameters(shape)
+    total = float(counts.shared - (0 if shape.tied else shape.vocabulary * shape.width))
+    layer = next((layer for layer in shape.layers if layer.experts), None)
+    if layer is not None and layer.experts is not None:
+        total += counts.experts * (1 - (1 - layer.experts.active / layer.experts.count) ** running)
+    return total
+
+
+def prefill_seconds(run: RunDescription) -> float:
+    """Prompts, each once for all its samples."""
+    size = model_size(run.shape)
+    tokens = run.batch.prompts * run.lengths.prompt / run.cluster.gpus
+    return 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
