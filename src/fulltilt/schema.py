@@ -470,8 +470,9 @@ class RolloutConfig(Section):
     )
     """Neighbouring workers that sample together, each with a part of every layer and of the KV cache. It divides the number of workers and
     the model's heads. Another number than `train.tensor_parallel` takes a copy of the actor, divided so, which is brought up to date after
-    each update. `auto`: that of `train.tensor_parallel`. Note: tensor_parallel_size is the guides' spelling; verl's key is
-    tensor_model_parallel_size."""
+    each update. `auto`: that of `train.tensor_parallel` where no copy is needed for it and models, optimizer and a useful KV cache fit on
+    a device; else the least with which they do, within a machine; on a CPU that of `train.tensor_parallel`. Note: tensor_parallel_size is
+    the guides' spelling; verl's key is tensor_model_parallel_size."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
     `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
@@ -608,11 +609,11 @@ class TrainConfig(Section):
     )
     """Workers that compute a micro-batch together, each a part of its tokens, except in attention, where each has all tokens and a part of
     the heads (Ulysses): for samples whose activations do not fit on one device. It divides the number of workers and of the model's heads.
-    A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more tokens than the token
-    budget of a micro-batch, the least that makes up for it. Note: training.sequence_parallel and ulysses_degree are one guide's spellings,
-    not verl keys."""
-    tensor_parallel: Positive = _sharing(
-        1,
+    A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more than 8192 tokens, the
+    least with which it fits into a worker's memory and into a token budget that is given, and with which no worker is left without a
+    sample. Note: training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys."""
+    tensor_parallel: Count = _sharing(
+        "auto",
         "parameter bytes of each worker",
         "ARR.actor.megatron.tensor_model_parallel_size | models.policy_trainer.tensor_model_parallel_size",
         used_if=_if_several,
@@ -620,10 +621,11 @@ class TrainConfig(Section):
     """Neighbouring workers that hold one part each of every layer's matrices, and compute each layer together: some heads, columns and
     tokens of the vocabulary each, for models that do not fit on one device with gradients, optimizer and KV cache. It divides the number of
     workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what `shard` and
-    `sequence_parallel` share out, workers with the same part do. All roles. Note: The guides' rule of thumb is about 4 billion parameters
-    per GPU."""
-    expert_parallel: Positive = _sharing(
-        1,
+    `sequence_parallel` share out, workers with the same part do. All roles. `auto`: 1 where the run fits on the devices as `shard`
+    shares it out, or with experts that are divided; else the least with which it does, within a machine; on a CPU 1. Note: The guides' rule
+    of thumb is about 4 billion parameters per GPU."""
+    expert_parallel: Count = _sharing(
+        "auto",
         "parameter bytes of each worker",
         "ARR.actor.megatron.expert_model_parallel_size | models.policy_trainer.expert_model_parallel_size",
         used_if=_if_several,
@@ -631,7 +633,8 @@ class TrainConfig(Section):
     """Neighbouring workers that divide the experts of every layer among themselves, and send tokens to their experts: for
     mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
     the number of workers and of experts. Rollouts have all experts on every worker, or parts of all (`rollout.tensor_parallel`). With
-    `shard` "optimizer" or "full", and without `tensor_parallel`."""
+    `shard` "optimizer" or "full", and without `tensor_parallel`. `auto`: 1 where the run fits on the devices as `shard` shares it out, else
+    the least with which it does; on a CPU 1."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

@@ -32,17 +32,15 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, why_not_experts
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes, why_not_experts
 from fulltilt.parallel.cuts import why_not as why_not_divided
-from fulltilt.parallel.layout import sequence_sizes
 from fulltilt.plan import (
     OFFLOADS,
     check_context,
     count_steps,
-    given_settings,
     graphs_without_device,
-    own_heads,
     sequence_key,
+    unless_auto,
     wrong_sequence_size,
 )
 from fulltilt.records import Prompt, UserError
@@ -234,7 +232,7 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         return
     if train.shard_size == 1:
         yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
-    if known and max(workers, *apart, 1) <= train.tensor_parallel > 1:
+    if known and max(workers, *apart, 1) <= unless_auto(train.tensor_parallel, 1) > 1:
         same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
         yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
     elif known and max(workers, *apart, 1) == 1:
@@ -250,7 +248,8 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
     the run."""
     given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
-    counts = {role: count // config.train.tensor_parallel for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
+    parts = unless_auto(config.train.tensor_parallel, 1)
+    counts = {role: count // parts for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
     if not given or counts["actor"] < 1:
         return
 
@@ -259,7 +258,7 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
     legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
     for role in undivided(given):
-        alike = " with the same part of the model" if config.train.tensor_parallel > 1 else ""
+        alike = " with the same part of the model" if parts > 1 else ""
         whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
         remedy = either(legal or ['train.shard = "full"'])
         yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
@@ -267,9 +266,9 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
 def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with layers that are divided among workers."""
-    sizes = {"train.tensor_parallel": config.train.tensor_parallel}
-    if "rollout" in algorithm.needs and config.rollout.tensor_parallel != "auto":
-        sizes["rollout.tensor_parallel"] = config.rollout.tensor_parallel
+    sizes = {"train.tensor_parallel": unless_auto(config.train.tensor_parallel, 1)}
+    if "rollout" in algorithm.needs:
+        sizes["rollout.tensor_parallel"] = unless_auto(config.rollout.tensor_parallel, 1)
     shapes = list(shapes_of_roles(config, algorithm, device)) if max(sizes.values()) > 1 else []
     for key, size in sizes.items():
         if size == 1:
@@ -290,7 +289,7 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
         if (reason is None and own % size == 0) or (own, reason) in said:
             continue
         said.add((own, reason))
-        legal = either([str(each) for each in legal_sizes(shape) if own % each == 0])
+        legal = either([str(each) for each in legal_sizes(shape, own)])
         if reason is None:
             has = "has" if own == 1 else "have"
             of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
@@ -302,10 +301,10 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with experts that are divided among workers."""
-    key, size = "train.expert_parallel", config.train.expert_parallel
+    key, size = "train.expert_parallel", unless_auto(config.train.expert_parallel, 1)
     if size == 1:
         return
-    if config.train.tensor_parallel > 1:
+    if unless_auto(config.train.tensor_parallel, 1) > 1:
         yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
     if config.train.shard == "hybrid":
         yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
@@ -313,7 +312,7 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
         if value_of(config, other) is True:
             yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0]
+        legal = [str(each) for each in legal_expert_sizes(shape, own)]
         if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
@@ -347,15 +346,13 @@ def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterat
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Numbers of workers that cannot share micro-batches."""
     said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
-    parts = config.train.tensor_parallel
+    parts = unless_auto(config.train.tensor_parallel, 1)  # `auto` keeps to what a given number allows
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        key, size = sequence_key(config, role), given_settings(config, role)["sequence_parallel"]
-        if size in ("auto", 1) or own % parts:
-            continue
-        legal = sequence_sizes(own_heads(shape, parts), own // parts)
-        if size not in legal and (key, own, tuple(legal)) not in said:
-            said.add((key, own, tuple(legal)))
-            yield wrong_sequence_size(role, key, size, legal, own // parts)
+        same = sequence_key(config, role), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
+        wrong = wrong_sequence_size(config, role, shape, own // parts, parts)
+        if wrong and own % parts == 0 and same not in said:
+            said.add(same)
+            yield wrong
 
 
 def unshared(config: Config) -> dict[str, str]:
@@ -461,8 +458,9 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    other = config.rollout.tensor_parallel not in ("auto", config.train.tensor_parallel)
-    of_copy = (shares_parameters(config) or config.train.expert_parallel > 1 or other) and "rollout" in algorithm.needs
+    other = config.rollout.tensor_parallel not in ("auto", unless_auto(config.train.tensor_parallel, 1))
+    divided = unless_auto(config.train.expert_parallel, 1) > 1
+    of_copy = (shares_parameters(config) or divided or other) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

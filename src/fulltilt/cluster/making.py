@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -42,7 +42,17 @@ from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
+from fulltilt.plan import (
+    Division,
+    RoleFacts,
+    RoleSettings,
+    count_steps,
+    longest_response,
+    make_plan,
+    plan_roles,
+    unless_auto,
+    updates_per_step,
+)
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
@@ -96,8 +106,9 @@ def load_worker(
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    tensor, rollout = tensor_sizes(order, ranks.size)
-    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles else 1, rollout)
+    division = division_of(order, roles, device, ranks)
+    tensor, rollout = division.tensor, division.rollout
+    grid = Grid.of(ranks, tensor, division.experts, rollout)
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
@@ -124,7 +135,9 @@ def load_worker(
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
     kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared)
+    worker = make_worker(
+        config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared, division.words
+    )
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -132,21 +145,29 @@ def load_worker(
     if ranks.of_run > 1:
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
-    asked = order.config.rollout.tensor_parallel
-    if not order.roles and order.only is None and rollout == 1 < (order.config.train.tensor_parallel if asked == "auto" else asked):
+    trained, asked = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
+    if not order.roles and order.only is None and rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
     return worker
 
 
-def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
-    """Among how many workers each layer is divided: that learns, and that an engine reads. An evaluation may have another number of workers
-    than the run that learned, and has one model."""
-    tensor, given = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
-    rollout = tensor if given == "auto" else given
-    if not order.roles:
-        return (rollout, rollout) if workers % rollout == 0 else (1, 1)
-    return tensor, rollout if order.sampled else tensor
+def division_of(order: WorkerOrder, roles: Sequence[str], device: torch.device, ranks: Ranks) -> Division:
+    """Among how many workers models are divided. An evaluation may have another number of workers than the run that learned."""
+    if order.roles:
+        return find_division(order.config, roles, device, ranks, order.texts.longest, sampled=order.sampled)
+    own = [*(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])]
+    config = of_evaluation(order.config, ranks.size)
+    return find_division(config, own, device, ranks, order.texts.longest, sampled=order.sampled, learns=False)
+
+
+def of_evaluation(config: Config, workers: int) -> Config:
+    """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if their number allows it."""
+    rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
+    size = train if rollout == "auto" else rollout
+    size = 1 if size != "auto" and workers % size else size
+    sections = {"train": {"tensor_parallel": size, "expert_parallel": 1}, "rollout": {"tensor_parallel": size}}
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in sections.items()})
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -179,10 +200,10 @@ def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
     resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
-    shared: SharedModels | None = None,
+    shared: SharedModels | None = None, division: tuple[str, ...] = (),
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grid`: it and the others, which must be
-    made at the same time. `shared`: the models as they are divided and shared out among these."""
+    made at the same time. `shared`: the models as they are divided and shared out among these. `division`: why they are, in words."""
     ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
@@ -192,7 +213,7 @@ def make_worker(
         role: role_facts(model, learns=role in learners, apart=apart.get(role, ())) for role, model in models.own.items()
     }
     of_roles = {role: known[role] for role in models.own}
-    facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
+    facts = replace(find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding), division=division)
     if shared.copied and shared.rollout is not None:
         facts = replace(facts, copy_bytes=sum(own.nbytes for own in shared.rollout.parameters()))
     settings = plan_roles(config, facts, kept).settings

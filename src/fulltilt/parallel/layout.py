@@ -120,17 +120,6 @@ class RowLayout:
         return slice(min(count, rank * width), min(count, (rank + 1) * width))
 
 
-def sequence_sizes(heads: Iterable[tuple[int, int]], workers: int) -> list[int]:
-    """How many workers may share the tokens of a micro-batch (parallel/sequence.py). Of each layer, given by its heads and key heads, each
-    needs as many heads as the others, and key heads of its own or one that others have too.
-
-    Example: layers of 12 heads and 2 key heads, 8 workers -> [1, 2, 4]
-    """
-    shapes = set(heads)
-    dividing = [size for size in range(1, workers + 1) if workers % size == 0]
-    return [size for size in dividing if all(own % size == 0 and 0 in (keys % size, size % keys) for own, keys in shapes)]
-
-
 def places(counts: Iterable[tuple[str, int, bool]], workers: int) -> Layout:
     """One memory for parameters, given by name, count of numbers, and whether each follows the one before it without a gap."""
     found, sizes, end = dict[str, int](), dict[str, int](), 0
