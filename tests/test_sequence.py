@@ -241,7 +241,7 @@ def test_auto_shares_long_samples_that_do_not_fit_or_are_few(
     model_folders: ModelFolders, tmp_path: Path, name: str, longest: int, workers: int, settings: tuple[str, ...], size: int, why: str
 ) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT)
-    config = runs.read_config(folder, "algorithm.prompts_per_step=64", *settings)
+    config = runs.read_config(folder, "algorithm.prompts_per_step=64", "algorithm.minibatches_per_step=1", *settings)
     actor = RoleFacts.of_shape(Shape.named(name), config, "cuda", learns=True)
     sharding = Sharding("optimizer", workers, workers)
     found = plan_roles(config, Facts("cuda", 80 << 30, 200 << 30, {"actor": actor}, longest, 1, rollout=False, sharding=sharding))

@@ -230,7 +230,7 @@ def test_sizes_are_decided_from_the_files_of_models(tmp_path: Path, monkeypatch:
     machines = Ranks(5, 16, beside=8)
     assert (machines.within, Ranks(1, 4, beside=8, before=3, after=1).within, Ranks(0, 16, beside=8, before=4).within) == (8, 4, 4)
     assert found(machines, train={"shard": "optimizer"}).tensor == 4
-    assert found(machines) == Division(1, 1, 8)
+    assert found(machines) == Division(1, 1, 4)
     assert found(machines, learns=False, roles=("actor",)) == Division(2, 1, 2)
     assert found(Ranks(0, 2, beside=8, before=6), ("ref",)) == Division(1, 1, 1)
     compiled = found(machines, train={"compile": True})

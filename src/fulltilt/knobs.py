@@ -90,10 +90,8 @@ _PLANNED = (
         "MEGATRON.*",
         "For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
     ),
-    *_sharded("tensor_parallel", "tensor_model_parallel_size", "that of train.tensor_parallel", ["ref"]),
     *_sharded("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
     *_sharded("context_parallel", "context_parallel_size", "1 below 8k tokens"),
-    *_sharded("expert_parallel", "expert_model_parallel_size", "that of train.expert_parallel", ["ref"]),
     *_sharded("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
     *_sharded("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
 )

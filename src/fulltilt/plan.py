@@ -184,6 +184,14 @@ class RoleFacts:
         return head_bytes(tokens, self.shape.vocabulary, self.shape.width, options, itemsize=self.itemsize, entropy=entropy).peak
 
 
+@dataclass(frozen=True, order=True)
+class RoleSizes:
+    """Among how many workers the model of a role is divided."""
+
+    tensor: int = 1  # each layer
+    experts: int = 1
+
+
 def recomputing(keys: Mapping[str, Any]) -> Recompute:
     return Recompute(keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method", "block"))
 
@@ -212,6 +220,20 @@ class Facts:
     rollout_parts: int = 1  # the same, of the model that an engine reads
     copy_bytes: int = 0  # what a model for the engine takes that is divided in another way than the actor
     division: tuple[str, ...] = ()  # among how many workers `auto` has divided models, and why, in words
+    divisions: Mapping[str, RoleSizes] = field(
+        default_factory=dict
+    )  # roles that are divided in another way than `parts` and `sharding` say
+
+    def parts_of(self, role: str) -> int:
+        """Among how many workers each layer of a role's model is divided."""
+        return self.divisions[role].tensor if role in self.divisions else self.parts
+
+    def sharding_of(self, role: str) -> Sharding:
+        """What the workers with the same part of a role's model share out."""
+        if role not in self.divisions:
+            return self.sharding
+        own = self.divisions[role]
+        return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.experts)
 
     @property
     def actor(self) -> RoleFacts:
@@ -598,11 +620,12 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
         models.setdefault("ref", facts.actor)
     evaluates = "actor" in models and not facts.actor.trained  # perhaps on other workers than the run that learned
     for role, model in models.items():
-        legal = legal_sequence_sizes(model.shape, facts.sharding.workers, facts.parts)
+        workers, parts = facts.sharding_of(role).workers, facts.parts_of(role)
+        legal = legal_sequence_sizes(model.shape, workers, parts)
         given = made.keys[role]["sequence_parallel"]
         if given != "auto" and given not in legal and evaluates:
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
-        elif wrong := wrong_sequence_size(config, role, model.shape, facts.sharding.workers, facts.parts):
+        elif wrong := wrong_sequence_size(config, role, model.shape, workers, parts):
             raise UserError(wrong)
         if facts.device == "cuda" and longest_row(config, facts) > LONG_SAMPLE and len(legal) > 1:
             size, why = max(sizes_of_long_samples(config, made, facts, role, legal, budgets), default=(1, ""))
@@ -615,7 +638,7 @@ def sizes_of_long_samples(
 ) -> Iterator[tuple[int, str]]:
     """How many workers the longest samples need, and why: where one does not fit into what a token budget allows, or a worker's memory, and
     where there are fewer samples than workers."""
-    longest, workers = longest_row(config, facts), facts.sharding.workers
+    longest, workers = longest_row(config, facts), facts.sharding_of(role).workers
     told = f"the longest sample may have {longest} tokens"
 
     def least(fits: Callable[[int], bool]) -> int:
@@ -648,20 +671,10 @@ def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: s
     return model.update_bytes(tokens, at, entropy_gradient=bool(config.algorithm.entropy_coef)) - away
 
 
-def sequence_key(config: Config, role: str) -> str:
-    """The key that a role's size comes from."""
-    own = getattr(getattr(config, role), "sequence_parallel", None) is not None
-    return f"{role}.sequence_parallel" if own else "train.sequence_parallel"
-
-
 def wrong_sequence_size(config: Config, role: str, shape: Shape, workers: int, parts: int) -> str | None:
     """What is wrong with the number of workers that are to share a role's micro-batches. `workers`: those that have the role, and the same
     part of its model; `parts`: among how many each layer is divided."""
-    legal, key, size = (
-        legal_sequence_sizes(shape, workers, parts),
-        sequence_key(config, role),
-        given_settings(config, role)["sequence_parallel"],
-    )
+    legal, size = legal_sequence_sizes(shape, workers, parts), given_settings(config, role)["sequence_parallel"]
     if size == "auto" or size in legal:
         return None
     must = f"the number must divide the {workers} that have this role, and fit the model's attention heads"
@@ -669,6 +682,7 @@ def wrong_sequence_size(config: Config, role: str, shape: Shape, workers: int, p
         must = "only one has this role"
     sizes = either([str(each) for each in legal])
     remedy = f"Use {sizes}" if len(legal) > 1 else "Remove the key"
+    key = size_key(config, role, "sequence_parallel")
     inherits = role != "actor" and not key.startswith(role)
     of_role, remedy = (f" of the {role}", f"Set {role}.sequence_parallel = {sizes}") if inherits else ("", remedy)
     return f"{key}: {size} workers cannot share micro-batches{of_role}: {must}. {remedy}"
@@ -699,14 +713,15 @@ def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str |
 
 def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
-    held, shared = model.held(facts.sharding), facts.sharding.parameters
+    sharding = facts.sharding_of(role)
+    held, shared = model.held(sharding), sharding.parameters
     # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
-    at_work = updated or ("" if shared or facts.sharding.experts > 1 or facts.copy_bytes else "actor")
+    at_work = updated or ("" if shared or sharding.experts > 1 or facts.copy_bytes else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
-    gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
-    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, facts.sharding) if facts.rollout and role == "actor" else 0
+    gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
+    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, sharding) if facts.rollout and role == "actor" else 0
     return parameters + gradients + optimizer + gathered + twin
 
 
@@ -753,13 +768,13 @@ def loading_order(facts: Facts) -> dict[str, int]:
     last the actor, whose whole copy stays for rollouts."""
     staying = {role: model.parameter_bytes for role, model in facts.roles.items()}
     if facts.sharding.parameters:
-        staying = {role: model.held(facts.sharding).parameters for role, model in facts.roles.items()}
+        staying = {role: model.held(facts.sharding_of(role)).parameters for role, model in facts.roles.items()}
         if "actor" in staying and facts.rollout:
             staying["actor"] += twin_bytes(facts.actor.known_sizes, facts.sharding)
     found, before = dict[str, int](), 0
     for role in sorted(staying, key=lambda role: staying[role] - facts.roles[role].parameter_bytes):
         model, stays = facts.roles[role], role == "actor" and facts.rollout
-        found[role] = before + loading_bytes(model.known_sizes, facts.sharding, fused=model.fused, stays=stays)
+        found[role] = before + loading_bytes(model.known_sizes, facts.sharding_of(role), fused=model.fused, stays=stays)
         before += staying[role]
     return found
 
@@ -849,6 +864,14 @@ class Division:
     rollout: int = 1  # each layer that an engine reads
     words: tuple[str, ...] = field(default=(), compare=False)  # what `auto` has become, and why
 
+    def of(self, config: Config, role: str) -> RoleSizes:
+        """The sizes of a role, which may have its own. With one of them above 1, the other is 1 unless it has that, too."""
+        tensor, experts = own_sizes(config, role)
+        return RoleSizes(
+            tensor if tensor is not None else 1 if experts is not None and experts > 1 else self.tensor,
+            experts if experts is not None else 1 if tensor is not None and tensor > 1 else self.experts,
+        )
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -869,7 +892,8 @@ def choose_division(
     ways = list(ways_to_divide(config, facts, within))
     usual, _ = ways[0]
     autos = [key for key, value in sizes_given(config).items() if value == "auto"]
-    if facts.device != "cuda" or facts.sharding.workers == 1 or not autos:
+    own = bool(facts.roles) and not followers(config, facts, "tensor_parallel")
+    if facts.device != "cuda" or facts.sharding.workers == 1 or not autos or own:
         return usual
     if only or len({way for way, _ in ways}) == 1:
         return replace(usual, words=tuple(division_in_words(config, facts, usual, autos, {}, only or "no other size is legal")))
@@ -881,6 +905,23 @@ def choose_division(
     least = min(tried, key=lambda way: tried[way].needed)
     none = f"nothing fits, and this takes least: {tried[least].why_not}"
     return replace(least, words=tuple(division_in_words(config, facts, least, autos, tried, none)))
+
+
+def own_sizes(config: Config, role: str) -> tuple[int | None, int | None]:
+    """What a role's own section says of tensor and expert parallelism; None: the role follows [train]."""
+    section = getattr(config, role)
+    return getattr(section, "tensor_parallel", None), getattr(section, "expert_parallel", None)
+
+
+def size_key(config: Config, role: str, name: str) -> str:
+    """The key that a role's size comes from."""
+    own = getattr(getattr(config, role), name, None) is not None
+    return f"{role}.{name}" if own else f"train.{name}"
+
+
+def followers(config: Config, facts: Facts, name: str) -> dict[str, RoleFacts]:
+    """The roles that have no size of that name of their own, but that of [train]."""
+    return {role: model for role, model in facts.roles.items() if size_key(config, role, name).startswith("train")}
 
 
 def sizes_given(config: Config) -> dict[str, int | str]:
@@ -917,38 +958,42 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
 
 def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
     """Sizes that every role's layers may be divided into, and that leave as many workers with the same part as other keys need."""
-    workers, shard = facts.sharding.workers, config.train.shard
+    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts, "tensor_parallel")
     group = {"full": 2, "hybrid": config.train.shard_size or 2}.get(shard, 1)
 
     def legal(size: int) -> bool:
         rest = workers // size
-        alike = [wrong_sequence_size(config, role, model.shape, rest, size) for role, model in facts.roles.items()]
+        alike = [wrong_sequence_size(config, role, model.shape, rest, size) for role, model in roles.items()]
         return rest >= group and (shard != "hybrid" or rest % group == 0) and not any(alike)
 
-    of_roles = [set(legal_sizes(model.shape, within)) for model in facts.roles.values()]
+    of_roles = [set(legal_sizes(model.shape, within)) for model in roles.values()]
     return [size for size in sorted(set.intersection(*of_roles)) if legal(size)] if of_roles else []
 
 
 def expert_sizes(config: Config, facts: Facts) -> list[int]:
     """Sizes that the experts of every role which has some may be divided into."""
-    counts = [set(legal_expert_sizes(model.shape, facts.sharding.workers)) for model in facts.roles.values() if expert_counts(model.shape)]
+    roles, workers = followers(config, facts, "expert_parallel"), facts.sharding.workers
+    counts = [set(legal_expert_sizes(model.shape, workers)) for model in roles.values() if expert_counts(model.shape)]
     actor = facts.roles.get("actor")
     if config.train.shard == "hybrid" or not counts or (actor and not expert_counts(actor.shape)):
         return []
     return sorted(set.intersection(*counts))
 
 
-def divided(facts: Facts, way: Division) -> Facts:
-    """The facts of a worker where whole models are divided so."""
-    sharding = replace(facts.sharding, workers=facts.sharding.workers // way.tensor, experts=way.experts)
-    roles = {role: model.part(way.tensor, way.experts) for role, model in facts.roles.items()}
+def divided(config: Config, facts: Facts, way: Division) -> Facts:
+    """The facts of a worker where whole models are divided so, or as roles have it that have sizes of their own."""
+    sizes = {role: way.of(config, role) for role in facts.roles}
+    of_all = sizes.get("actor") or next(iter(sizes.values()), RoleSizes(way.tensor, way.experts))
+    sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.experts)
+    roles = {role: model.part(sizes[role].tensor, sizes[role].experts) for role, model in facts.roles.items()}
     copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or (way.experts > 1 and way.rollout > 1))
+    found = replace(facts, roles=roles, sharding=sharding, parts=of_all.tensor, rollout_parts=way.rollout)
     copy_bytes = facts.actor.parameter_bytes // way.rollout if copied else 0
-    return replace(facts, roles=roles, sharding=sharding, parts=way.tensor, rollout_parts=way.rollout, copy_bytes=copy_bytes)
+    return replace(found, copy_bytes=copy_bytes, divisions={role: own for role, own in sizes.items() if own != of_all})
 
 
 def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshared: str | None = None) -> Fit:
-    facts = divided(whole, way)
+    facts = divided(config, whole, way)
     facts = replace(facts, sharding=choose_sharding(config, facts, max(1, beside // way.tensor), only=unshared))
     made = decide_offloads(given_decisions(config, facts), facts)
     needed, why = most_resident(made, facts), why_crowded(made, facts)
@@ -1082,8 +1127,9 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
-        keys, held = made.keys[role], model.held(facts.sharding)
-        counts = {"optimizer": held.optimizer, "parameters": held.parameters if facts.sharding.parameters else model.parameter_bytes}
+        keys, sharding = made.keys[role], facts.sharding_of(role)
+        held = model.held(sharding)
+        counts = {"optimizer": held.optimizer, "parameters": held.parameters if sharding.parameters else model.parameter_bytes}
         if model.trained and keys["recompute"] != "auto":
             counts["activations"] = micro_batch_tokens(config, facts, role, budgets, made.sequence(role)) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}

@@ -244,6 +244,7 @@ _if_recomputed = UsedIf(
 
 _if_several = UsedIf(("cluster.workers", "cluster.nodes"), lambda workers, nodes: workers != 1 or nodes != 1, "set cluster.workers above 1")
 _sequence = partial(_sharing, changes="tokens per rank in the layers = tokens / size", used_if=_if_several)
+_divided = partial(_sharing, changes="parameter bytes of each worker", used_if=_if_several)
 _if_apart = replace(
     _if_several,
     reads=("cluster.workers", "cluster.processes", "cluster.address"),
@@ -621,9 +622,9 @@ class TrainConfig(Section):
     """Neighbouring workers that hold one part each of every layer's matrices, and compute each layer together: some heads, columns and
     tokens of the vocabulary each, for models that do not fit on one device with gradients, optimizer and KV cache. It divides the number of
     workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what `shard` and
-    `sequence_parallel` share out, workers with the same part do. All roles. `auto`: 1 where the run fits on the devices as `shard`
-    shares it out, or with experts that are divided; else the least with which it does, within a machine; on a CPU 1. Note: The guides' rule
-    of thumb is about 4 billion parameters per GPU."""
+    `sequence_parallel` share out, workers with the same part do. For all roles that have no size of their own. `auto`: 1 where the run fits
+    on the devices as `shard` shares it out, or with experts that are divided; else the least with which it does, within a machine; on a CPU
+    1. Note: The guides' rule of thumb is about 4 billion parameters per GPU."""
     expert_parallel: Count = _sharing(
         "auto",
         "parameter bytes of each worker",
@@ -756,6 +757,16 @@ class RefConfig(Section):
         None, aliases="ARR.ref.{,fsdp_config.}ulysses_sequence_parallel_size | models.ref_policy.ulysses_sequence_parallel_size"
     )
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(
+        None, aliases="ARR.ref.megatron.tensor_model_parallel_size | models.ref_policy.tensor_model_parallel_size"
+    )
+    """As `train.tensor_parallel`, for the reference role's model, unless that is the actor's (`lora.rank`). Left out: as in `[train]`, or 1
+    with an `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(
+        None, aliases="ARR.ref.megatron.expert_model_parallel_size | models.ref_policy.expert_model_parallel_size"
+    )
+    """As `train.expert_parallel`, for the reference role's model, unless that is the actor's (`lora.rank`). Left out: as in `[train]`, or 1
+    with a `tensor_parallel` of its own."""
 
 
 class CriticConfig(Section):
@@ -787,6 +798,12 @@ class CriticConfig(Section):
     """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the critic's token budget."""
     sequence_parallel: Count | None = _sequence(None, aliases="critic.ulysses_sequence_parallel_size")
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(None, aliases="critic.megatron.tensor_model_parallel_size")
+    """As `train.tensor_parallel`, for the critic's model. Left out: as in `[train]`, or 1 with an
+    `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(None, aliases="critic.megatron.expert_model_parallel_size")
+    """As `train.expert_parallel`, for the critic's model. Left out: as in `[train]`, or 1 with a
+    `tensor_parallel` of its own."""
 
 
 class RewardModelConfig(Section):
@@ -809,6 +826,12 @@ class RewardModelConfig(Section):
     """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
     sequence_parallel: Count | None = _sequence(None, aliases="reward_model.ulysses_sequence_parallel_size")
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(None, aliases="reward_model.megatron.tensor_model_parallel_size")
+    """As `train.tensor_parallel`, for the reward model's model. Left out: as in `[train]`, or 1 with an
+    `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(None, aliases="reward_model.megatron.expert_model_parallel_size")
+    """As `train.expert_parallel`, for the reward model's model. Left out: as in `[train]`, or 1 with a
+    `tensor_parallel` of its own."""
 
 
 class LoraConfig(Section):

@@ -36,10 +36,13 @@ from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequ
 from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.plan import (
     OFFLOADS,
+    OWN_BUDGETS,
+    Division,
     check_context,
     count_steps,
     graphs_without_device,
-    sequence_key,
+    own_sizes,
+    size_key,
     unless_auto,
     wrong_sequence_size,
 )
@@ -201,6 +204,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
+        *wrong_roles(config, algorithm),
         *wrong_tensor(config, algorithm, device),
         *wrong_experts(config, algorithm, device),
         *wrong_sequence(config, algorithm, device),
@@ -248,8 +252,8 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
     the run."""
     given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
-    parts = unless_auto(config.train.tensor_parallel, 1)
-    counts = {role: count // parts for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
+    parts = {role: given_division(config).of(config, role).tensor for role in ("actor", *roles)}
+    counts = {role: count // parts[role] for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
     if not given or counts["actor"] < 1:
         return
 
@@ -258,27 +262,49 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
     legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
     for role in undivided(given):
-        alike = " with the same part of the model" if parts > 1 else ""
+        alike = " with the same part of the model" if parts[role] > 1 else ""
         whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
         remedy = either(legal or ['train.shard = "full"'])
         yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
 
 
+def given_division(config: Config) -> Division:
+    """Among how many workers models are divided, as far as the user has said it."""
+    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
+    return Division(tensor, experts, unless_auto(config.rollout.tensor_parallel, tensor))
+
+
 def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with layers that are divided among workers."""
-    sizes = {"train.tensor_parallel": unless_auto(config.train.tensor_parallel, 1)}
+    division = given_division(config)
+    shapes = list(shapes_of_roles(config, algorithm, device))
+    sizes = {size_key(config, role, "tensor_parallel"): division.of(config, role).tensor for role in ("actor", *OWN_BUDGETS)}
+    sizes["train.tensor_parallel"] = division.tensor
     if "rollout" in algorithm.needs:
         sizes["rollout.tensor_parallel"] = unless_auto(config.rollout.tensor_parallel, 1)
-    shapes = list(shapes_of_roles(config, algorithm, device)) if max(sizes.values()) > 1 else []
     for key, size in sizes.items():
         if size == 1:
             continue
         for other, why in UNDIVIDED.items():
             if value_of(config, other) is True:
                 yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-        if "rollout" in algorithm.needs and config.rollout.engine != "native":
+        section = key.partition(".")[0]
+        if "rollout" in algorithm.needs and config.rollout.engine != "native" and section in ("train", "rollout"):
             yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
-        yield from wrong_parts(config, key, size, shapes if key.startswith("train") else shapes[:1])
+        of_key = [each for each in shapes if size_key(config, each[0], "tensor_parallel") == key]
+        yield from wrong_parts(config, key, size, shapes[:1] if section == "rollout" else of_key)
+
+
+def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Sizes of a role that cannot have its own."""
+    for role in OWN_BUDGETS:
+        tensor, experts = own_sizes(config, role)
+        given = [(f"{role}.{key}", size) for key, size in (("tensor_parallel", tensor), ("expert_parallel", experts)) if size is not None]
+        for key, size in given if role == "ref" and "ref_logprobs" in algorithm.needs and shares_model(config) else ():
+            why = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
+            yield f"{key}: {size}, but {why}. Remove the key"
+        if tensor is not None and experts is not None and min(tensor, experts) > 1:
+            yield f"{role}.expert_parallel: {experts}, but {role}.tensor_parallel = {tensor} divides experts, too. Remove one of the keys"
 
 
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
@@ -301,19 +327,29 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with experts that are divided among workers."""
-    key, size = "train.expert_parallel", unless_auto(config.train.expert_parallel, 1)
-    if size == 1:
-        return
-    if unless_auto(config.train.tensor_parallel, 1) > 1:
-        yield f"{key}: {size}, but train.tensor_parallel = {config.train.tensor_parallel} divides experts, too. Remove one of the keys"
-    if config.train.shard == "hybrid":
-        yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
-    for other, why in UNDIVIDED.items():
-        if value_of(config, other) is True:
-            yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-    for role, shape, own in shapes_of_roles(config, algorithm, device):
+    division = given_division(config)
+    if division.experts > 1 and division.tensor > 1:
+        words = f"train.tensor_parallel = {division.tensor} divides experts, too"
+        yield f"train.expert_parallel: {division.experts}, but {words}. Remove one of the keys"
+    sizes = {size_key(config, role, "expert_parallel"): division.of(config, role).experts for role in ("actor", *OWN_BUDGETS)}
+    for key, size in {**sizes, "train.expert_parallel": division.experts}.items():
+        if size == 1:
+            continue
+        if config.train.shard == "hybrid":
+            yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
+        for other, why in UNDIVIDED.items():
+            if value_of(config, other) is True:
+                yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
+        of_key = [each for each in shapes_of_roles(config, algorithm, device) if size_key(config, each[0], "expert_parallel") == key]
+        yield from wrong_expert_size(config, key, size, of_key)
+
+
+def wrong_expert_size(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
+    """The first role whose experts cannot be divided among so many workers: others have their sizes from the same key."""
+    for role, shape, own in shapes:
         legal = [str(each) for each in legal_expert_sizes(shape, own)]
-        if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
+        obeys = role == "actor" or not key.startswith("train") or bool(expert_counts(shape))
+        if (reason := why_not_experts(shape, size)) is not None and obeys:
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
         elif own % size:
@@ -321,7 +357,7 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
             yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
         else:
             continue
-        return  # the same is wrong for roles whose sizes come from the same key
+        return
 
 
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
@@ -346,9 +382,9 @@ def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterat
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Numbers of workers that cannot share micro-batches."""
     said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
-    parts = unless_auto(config.train.tensor_parallel, 1)  # `auto` keeps to what a given number allows
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        same = sequence_key(config, role), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
+        parts = given_division(config).of(config, role).tensor  # `auto` keeps to what a given number allows
+        same = size_key(config, role, "sequence_parallel"), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
         wrong = wrong_sequence_size(config, role, shape, own // parts, parts)
         if wrong and own % parts == 0 and same not in said:
             said.add(same)

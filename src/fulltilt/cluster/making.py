@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,9 +44,11 @@ from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import (
+    ROLE_KEYS,
     Division,
     RoleFacts,
     RoleSettings,
+    RoleSizes,
     count_steps,
     longest_response,
     make_plan,
@@ -56,7 +59,7 @@ from fulltilt.plan import (
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
-from fulltilt.schema import Config, TrainConfig, shares_parameters
+from fulltilt.schema import Config, TrainConfig, shares_model, shares_parameters
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
@@ -64,6 +67,8 @@ from fulltilt.training.parameters import Divided
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, many
+
+NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # of a worker that is alone
 
 
 def be_deterministic() -> None:
@@ -107,19 +112,21 @@ def load_worker(
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
     division = division_of(order, roles, device, ranks)
-    tensor, rollout = division.tensor, division.rollout
-    grid = Grid.of(ranks, tensor, division.experts, rollout)
+    grids = make_grids(order, division, ranks)
+    grid = grids.get("actor") or next(iter(grids.values()))
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
     shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
-    if max(tensor, rollout) > 1:
-        how["divide"] = ModelDivider(shared, grid.tensor, grid.rollout if tensor != rollout else None).divide
+    members, copied = {role: own.tensor for role, own in grids.items()}, grid.rollout.size != grid.tensor.size
+    if copied or any(own.size > 1 for own in members.values()):
+        how["divide"] = ModelDivider(shared, members, grid.rollout if copied else None).divide
     steps: list[Callable[[str, torch.nn.Module], None]] = []
-    if grid.replicas:
-        steps.append(ExpertDivider(shared, grid.experts, order.sampled, shares_out(config, order.roles, grid.data)).divide)
-    if shares_out(config, order.roles, grid.data):
-        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
+    of_shards = {role: own for role, own in grids.items() if shares_out(config, order.roles, own.data)}
+    if holders := {role: own.experts for role, own in grids.items() if own.replicas}:
+        steps.append(ExpertDivider(shared, holders, order.sampled, "actor" in of_shards).divide)
+    if of_shards:
+        sharer = ModelSharer.of(shared, config, of_shards, device, learners_of(order.roles), sampled=order.sampled)
         steps.append(sharer.share_out)
         how["order"] = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
 
@@ -136,7 +143,7 @@ def load_worker(
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
     kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
     worker = make_worker(
-        config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared, division.words
+        config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grids, sharding, shared, division.words
     )
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
@@ -146,7 +153,7 @@ def load_worker(
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
     trained, asked = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
-    if not order.roles and order.only is None and rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
+    if not order.roles and order.only is None and division.rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
     return worker
@@ -166,8 +173,27 @@ def of_evaluation(config: Config, workers: int) -> Config:
     rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
     size = train if rollout == "auto" else rollout
     size = 1 if size != "auto" and workers % size else size
-    sections = {"train": {"tensor_parallel": size, "expert_parallel": 1}, "rollout": {"tensor_parallel": size}}
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in sections.items()})
+    own = config.reward_model.tensor_parallel
+    sections: dict[str, dict[str, Any]] = {
+        "train": {"tensor_parallel": size, "expert_parallel": 1},
+        "rollout": {"tensor_parallel": size},
+        "reward_model": {"tensor_parallel": own if own and workers % own == 0 else None, "expert_parallel": None},
+    }
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()})
+
+
+def make_grids(order: WorkerOrder, division: Division, ranks: Ranks) -> dict[str, Grid]:
+    """The groups of workers that this one is in, for each role that has a model here. Roles with the same sizes have the same groups. All
+    workers must call it at the same time, and make their groups in the same order."""
+    wanted = {*order.roles, *(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])}
+    if "actor" in wanted and shares_model(order.config):
+        wanted.discard("ref")
+    sizes = {role: division.of(order.config, role) for role in ("actor", "critic", "ref", "reward_model") if role in wanted}
+    made: dict[RoleSizes, Grid] = {}
+    for role, own in sizes.items():
+        if own not in made:
+            made[own] = Grid.of(ranks, own.tensor, own.experts, division.rollout if role == "actor" else own.tensor)
+    return {role: made[own] for role, own in sizes.items()}
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -199,30 +225,40 @@ def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
 
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
-    shared: SharedModels | None = None, division: tuple[str, ...] = (),
+    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grids: Mapping[str, Grid] = NO_GRIDS,
+    sharding: Sharding = UNSHARDED, shared: SharedModels | None = None, division: tuple[str, ...] = (),
 ) -> Worker:  # fmt: skip
-    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grid`: it and the others, which must be
-    made at the same time. `shared`: the models as they are divided and shared out among these. `division`: why they are, in words."""
+    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
+    must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
+    why they are, in words."""
+    grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
+    grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
     apart = {role: part.names for role, part in shared.parts.items() if isinstance(part, ExpertSplit)}
     sharding = replace(sharding, experts=grid.experts.size)
-    known = shared.facts or {
-        role: role_facts(model, learns=role in learners, apart=apart.get(role, ())) for role, model in models.own.items()
+    of_roles = {
+        role: shared.facts.get(role) or role_facts(model, learns=role in learners, apart=apart.get(role, ()))
+        for role, model in models.own.items()
     }
-    of_roles = {role: known[role] for role in models.own}
-    facts = replace(find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding), division=division)
+    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
+    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
+    facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
+    facts = replace(facts, division=division, divisions=others)
     if shared.copied and shared.rollout is not None:
         facts = replace(facts, copy_bytes=sum(own.nbytes for own in shared.rollout.parameters()))
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grid, shared)
-    groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles}, grid.tensor.size)
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
+    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
+    for name in made.roles:
+        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
+    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
     for name, own in made.roles.items():
-        own.sequence, own.tensor = groups.get(settings[name].sequence_parallel, ONE), grid.tensor
-        own.meets = bool(grid.replicas) and any(own.model is part.model for part in shared.parts.values())
+        own.tensor = grids[name].tensor
+        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
+        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     if isinstance(shared.twin, RolloutCopy) and "actor" in made.trainers:
         optimizer = made.trainers["actor"].optimizer
@@ -289,7 +325,7 @@ class RolesMade:
 
 def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str], grid: Grid = ONE_WORKER, shared: SharedModels | None = None,
+    wanted: Collection[str], grids: Mapping[str, Grid], shared: SharedModels | None = None,
 ) -> RolesMade:  # fmt: skip
     """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
@@ -308,7 +344,7 @@ def make_roles(
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer_of = partial(make_optimizer, grid=grid, shared=shared)
+    optimizer_of = partial(make_optimizer, grids=grids, shared=shared)
     trainers: dict[str, Trainer] = {}
     if "actor" in wanted:
         adapters = config.lora.rank > 0
@@ -334,9 +370,10 @@ def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: 
 
 
 def make_optimizer(
-    role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, grid: Grid,
-    shared: SharedModels,
+    role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool,
+    grids: Mapping[str, Grid], shared: SharedModels,
 ) -> Optimizer:  # fmt: skip
+    grid = grids[role]
     offload, part = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads), shared.parts.get(role)
     return Optimizer(
         model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=grid.data, shards=shared.shards.get(role),

@@ -9,7 +9,7 @@ shared out, nothing is done and nothing is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,21 +99,21 @@ class ModelDivider:
     """Divides one role's model after another, each as soon as it is loaded, and before it is fused."""
 
     found: SharedModels
-    ranks: Ranks  # the members that hold all parts
+    members: Mapping[str, Ranks]  # by role: those that hold all parts
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
-        found, copied = self.found, None
+        found, ranks, copied = self.found, self.members[role], None
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
                 found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
-            if self.ranks.size > 1:
+            if ranks.size > 1:
                 found.undivided = without_memory(model)
-        if self.ranks.size > 1:
-            found.parts[role] = split(model, self.ranks)
+        if ranks.size > 1:
+            found.parts[role] = split(model, ranks)
         if copied is not None:
             part_memory(copied, model)
         return copied
@@ -124,12 +124,12 @@ class ExpertDivider:
     """Divides the experts of one role's model after another, each when it is loaded and fused. A model without experts stays whole."""
 
     found: SharedModels
-    ranks: Ranks  # the workers that have all experts
+    holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that have all of them
     sampled: bool  # whether an engine needs the actor whole
-    shared: bool  # whether parameters are shared out, too
+    shared: bool  # whether parameters of the actor are shared out, too
 
     def divide(self, role: str, model: torch.nn.Module) -> None:
-        if not any(True for _ in expert_modules(model)):
+        if role not in self.holders or not any(True for _ in expert_modules(model)):
             return
         found = self.found
         if role == "actor":
@@ -139,7 +139,7 @@ class ExpertDivider:
                 found.twin = RolloutCopy(found.rollout, None) if self.shared else None
             if not self.sampled or found.copied:
                 found.undivided = without_memory(model)
-        found.parts[role] = split_experts(model, self.ranks)
+        found.parts[role] = split_experts(model, self.holders[role])
         if role == "actor" and found.rollout is not None:
             part_memory(found.rollout, model)
             found.twin = found.twin or PartTwin(found.rollout, found.parts[role])
@@ -150,22 +150,28 @@ class ModelSharer:
     """Shares out one role's model after another, each as soon as it is loaded."""
 
     found: SharedModels
-    sharing: Sharing
+    sharings: Mapping[str, Sharing]  # by role, where parameters are shared out
     device: torch.device
     learners: Collection[str]
     sampled: bool  # whether an engine needs the actor whole
 
     @staticmethod
     def of(
-        found: SharedModels, config: Config, grid: Grid, device: torch.device, learners: Collection[str], *, sampled: bool
+        found: SharedModels, config: Config, grids: Mapping[str, Grid], device: torch.device, learners: Collection[str], *, sampled: bool
     ) -> ModelSharer:
-        train = config.train
+        """`grids`: by role, where parameters are shared out. All workers must call it at the same time."""
+        train, made = config.train, dict[Grid, Sharing]()
         knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
-        sharing = share(grid.data, device.type, train.shard_size, **knobs)
-        sharing = with_experts(sharing, grid.replicas, device.type) if grid.replicas else sharing
-        return ModelSharer(found, sharing, device, learners, sampled)
+        for grid in dict.fromkeys(grids.values()):
+            size = train.shard_size if train.shard_size and grid.data.size % train.shard_size == 0 else None
+            sharing = share(grid.data, device.type, size, **knobs)
+            made[grid] = with_experts(sharing, grid.replicas, device.type) if grid.replicas else sharing
+        return ModelSharer(found, {role: made[grid] for role, grid in grids.items()}, device, learners, sampled)
 
     def share_out(self, role: str, model: torch.nn.Module) -> None:
+        if role not in self.sharings:
+            return
+        sharing = self.sharings[role]
         found = self.found
         part = found.parts.get(role)
         apart = part.names if isinstance(part, ExpertSplit) else ()
@@ -176,7 +182,7 @@ class ModelSharer:
                 found.rollout = over_same_memory(model)
             else:
                 found.structure = without_memory(model)
-        found.shards[role] = shard(model, self.sharing if apart else replace(self.sharing, experts=None))
+        found.shards[role] = shard(model, sharing if apart else replace(sharing, experts=None))
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
         if self.device.type == "cuda":

@@ -102,7 +102,7 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
             check_whole(facts, facts.roles, parts)
         except UnknownParameters:
             only = UNKNOWN
-    facts = divided(facts, Division(parts, grid.experts.size, grid.rollout.size))
+    facts = divided(config, facts, Division(parts, grid.experts.size, grid.rollout.size))
     beside = beside_of(ranks)
     found = choose_sharding(config, facts, beside // parts if beside % parts == 0 else 1, only=only)
     if found.parameters and size < found.group:  # a role of its own with fewer workers than a group has

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ALIGN = 64  # numbers: alignment of parameters, 256 bytes of float32
@@ -60,6 +60,15 @@ class Sharding:
     def parameters(self) -> bool:
         """Whether parameters are shared out, and not only the states of the optimizer."""
         return self.shard != "optimizer"
+
+    def among(self, workers: int, experts: int) -> Sharding:
+        """The same for a role whose parts other numbers of workers have. One worker shares with nobody, and fewer than a group has are one
+        group."""
+        if workers == 1:
+            return Sharding(experts=experts)
+        divides = self.shard == "hybrid" and workers > self.group and workers % self.group == 0
+        shard: Shard = "full" if self.shard == "hybrid" and not divides else self.shard
+        return replace(self, shard=shard, workers=workers, group=self.group if divides else workers, experts=experts)
 
 
 UNSHARDED = Sharding()
