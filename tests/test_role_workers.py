@@ -363,7 +363,8 @@ def test_what_is_refused(template: Path, case: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
     settings, pattern = REFUSED[case]
     config = runs.read_config(template, *settings)
-    (text,) = wrong_settings(config, build(config), "cpu")
+    with contextlib.chdir(template):
+        (text,) = wrong_settings(config, build(config), "cpu")
     assert re.search(pattern, text), text
 
 
