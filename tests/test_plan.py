@@ -23,11 +23,13 @@ from fulltilt.plan import (
     RoleFacts,
     RolePlan,
     RoleSettings,
+    RoleSizes,
     check_context,
     check_loading,
     choose_division,
     choose_sharding,
     decode_bytes,
+    divided,
     given_decisions,
     graphs_in_words,
     how_it_fits,
@@ -781,6 +783,40 @@ def test_auto_divides_nothing_where_there_is_nothing_to_gain() -> None:
     assert compiled == Division() and compiled.words[0] == "train.tensor_parallel = 1 (auto: train.compile is set)"
     by_hand = config(train={"tensor_parallel": 2, "expert_parallel": 1}, rollout={"tensor_parallel": 4})
     assert choose_division(by_hand, facts, within=8) == Division(2, 1, 4) and choose_division(by_hand, facts, within=8).words == ()
+
+
+def test_roles_may_have_sizes_of_their_own() -> None:
+    own = {"critic": {"tensor_parallel": 4}, "ref": {"expert_parallel": 4}, "reward_model": {"tensor_parallel": 1}}
+    given = config(algorithm={"name": "ppo", "kl_coef": 0.1}, train={"tensor_parallel": 2}, **own)
+    way = Division(2, 1, 2)
+    sizes = {role: way.of(given, role) for role in ("actor", "critic", "ref", "reward_model")}
+    assert sizes == {"actor": RoleSizes(2, 1), "critic": RoleSizes(4, 1), "ref": RoleSizes(1, 4), "reward_model": RoleSizes(1, 1)}
+    whole = to_divide("Qwen3-30B-A3B", 8, 141, given, tuple(sizes))
+    facts = replace(divided(given, whole, way), sharding=Sharding("full", 4, 4))
+    assert {role: facts.parts_of(role) for role in sizes} == {"actor": 2, "critic": 4, "ref": 1, "reward_model": 1}
+    shardings = {role: (facts.sharding_of(role).workers, facts.sharding_of(role).experts) for role in sizes}
+    assert shardings == {"actor": (4, 1), "critic": (2, 1), "ref": (8, 4), "reward_model": (8, 1)}
+    assert facts.roles["critic"].parameter_bytes == whole.roles["critic"].parameter_bytes // 4
+    assert facts.roles["ref"].parameter_bytes < 0.3 * whole.roles["ref"].parameter_bytes
+    # What is left to auto is decided for the roles that follow [train].
+    by_auto = config(algorithm={"name": "ppo"}, critic={"tensor_parallel": 1}, **OPTIMIZER)
+    few_heads = RoleFacts.of_shape(Shape.named("0.5B"), by_auto, "cuda", learns=True, role="critic")
+    both = replace(to_divide("32B", 8, 80, by_auto, ("actor",)), sharding=Sharding(workers=8))
+    assert choose_division(by_auto, replace(both, roles={**both.roles, "critic": few_heads}), within=8, beside=8).tensor == 4
+
+
+@pytest.mark.parametrize(
+    ("sharding", "workers", "expected"),
+    [
+        (Sharding("hybrid", 16, 8), 32, Sharding("hybrid", 32, 8)),
+        (Sharding("hybrid", 16, 8), 8, Sharding("full", 8, 8)),
+        (Sharding("hybrid", 16, 8), 4, Sharding("full", 4, 4)),
+        (Sharding("full", 16, 16), 1, Sharding("optimizer", 1, 1)),
+        (Sharding("optimizer", 2, 2), 4, Sharding("optimizer", 4, 4)),
+    ],
+)
+def test_what_other_numbers_of_workers_share_out(sharding: Sharding, workers: int, expected: Sharding) -> None:
+    assert sharding.among(workers, 1) == expected
 
 
 def test_an_evaluation_divides_the_one_model_that_it_has() -> None:

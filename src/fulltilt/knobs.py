@@ -11,7 +11,7 @@ algorithm, and no tuner touches them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -65,9 +65,9 @@ def _planned(name: str, section: str, legal: str, must_change: str, auto: str, a
 _SHARDED = {"train": ("actor", "policy_trainer"), "ref": ("ref", "ref_policy")}
 
 
-def _sharded(native: str, alias: str, auto: str, sections: Iterable[str] = _SHARDED) -> Iterator[Knob]:
+def _sharded(native: str, alias: str, auto: str) -> Iterator[Knob]:
     note = "The guides' rule of thumb is about 4 billion parameters per GPU."
-    for section, (role, model) in ((section, _SHARDED[section]) for section in sections):
+    for section, (role, model) in _SHARDED.items():
         aliases = f"ARR.{role}.megatron.{alias} | models.{model}.{alias}"
         yield _planned(f"{section}.{native}", TRAINING, _COUNT, "parameter or activation bytes per GPU", auto, aliases, note)
 

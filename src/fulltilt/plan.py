@@ -618,12 +618,11 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
     models = dict(facts.roles)
     if "actor" in models and shares_model(config):
         models.setdefault("ref", facts.actor)
-    evaluates = "actor" in models and not facts.actor.trained  # perhaps on other workers than the run that learned
     for role, model in models.items():
         workers, parts = facts.sharding_of(role).workers, facts.parts_of(role)
         legal = legal_sequence_sizes(model.shape, workers, parts)
         given = made.keys[role]["sequence_parallel"]
-        if given != "auto" and given not in legal and evaluates:
+        if given != "auto" and given not in legal and evaluates(facts):  # perhaps on other workers than the run that learned
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
         elif wrong := wrong_sequence_size(config, role, model.shape, workers, parts):
             raise UserError(wrong)
@@ -937,7 +936,6 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
     first, because data parallelism beats tensor parallelism there, but before them with an engine that reads the parameters that learn.
     With each, whether it is meant only if the engine does so, without a copy."""
     tensor, experts, rollout = sizes_given(config).values()
-    learns = any(model.trained for model in facts.roles.values())
     pairs = [(unless_auto(tensor, 1), unless_auto(experts, 1))]
     if experts == "auto" and pairs[0][0] == 1:
         pairs += [(1, size) for size in expert_sizes(config, facts)]
@@ -948,12 +946,17 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
         samplers = [usual]
         if rollout == "auto" and facts.rollout and "actor" in facts.roles:
             samplers = legal_sizes(facts.actor.shape, within)
-        if not learns and facts.rollout:  # one model, which the engine reads
+        if evaluates(facts) and facts.rollout:  # one model, which the engine reads
             yield from ((Division(size, 1, size), False) for size in dict.fromkeys([usual, *samplers]))
             return
         if of_experts == 1 and usual == of_layers:
             yield Division(of_layers, 1, usual), facts.rollout and of_layers > 1 and len(samplers) > 1
         yield from ((Division(of_layers, of_experts, size), False) for size in samplers)
+
+
+def evaluates(facts: Facts) -> bool:
+    """Whether nothing learns from the actor, as far as its model is known."""
+    return "actor" in facts.roles and not facts.actor.trained
 
 
 def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
@@ -1028,7 +1031,7 @@ def division_in_words(
 ) -> Iterator[str]:
     """A line for each size that `auto` has chosen. `instead`: why, if not because it is the first that fits."""
     before = [(way, fit.why_not) for way, fit in tried.items() if way != chosen and fit.why_not]
-    learns = any(model.trained for model in facts.roles.values())
+    learns = not evaluates(facts)
     fits = f"the run fits, with {in_bytes(tried[chosen].needed)} of the device's {in_bytes(facts.device_bytes)}" if chosen in tried else ""
     if "train.expert_parallel" in autos and learns and any(expert_counts(model.shape) for model in facts.roles.values()):
         of_less = [why for way, why in before if way.experts < chosen.experts]

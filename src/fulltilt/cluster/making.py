@@ -111,8 +111,9 @@ def load_worker(
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    division = division_of(order, roles, device, ranks)
-    grids = make_grids(order, division, ranks)
+    own = order if order.roles else replace(order, config=of_evaluation(order.config, ranks.size))
+    division = division_of(own, roles, device, ranks)
+    grids = make_grids(own, division, ranks)
     grid = grids.get("actor") or next(iter(grids.values()))
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
@@ -160,16 +161,15 @@ def load_worker(
 
 
 def division_of(order: WorkerOrder, roles: Sequence[str], device: torch.device, ranks: Ranks) -> Division:
-    """Among how many workers models are divided. An evaluation may have another number of workers than the run that learned."""
-    if order.roles:
-        return find_division(order.config, roles, device, ranks, order.texts.longest, sampled=order.sampled)
-    own = [*(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])]
-    config = of_evaluation(order.config, ranks.size)
-    return find_division(config, own, device, ranks, order.texts.longest, sampled=order.sampled, learns=False)
+    """Among how many workers models are divided. `roles`: those of a training run that have a model here."""
+    here = roles or [*(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])]
+    longest, learns = order.texts.longest, bool(order.roles)
+    return find_division(order.config, here, device, ranks, longest, sampled=order.sampled, learns=learns)
 
 
 def of_evaluation(config: Config, workers: int) -> Config:
-    """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if their number allows it."""
+    """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if the number of workers allows
+    it, which may be another one than in the run that learned."""
     rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
     size = train if rollout == "auto" else rollout
     size = 1 if size != "auto" and workers % size else size
