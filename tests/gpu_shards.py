@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,20 +74,20 @@ def equal(scratch: Path, device: str) -> dict[str, Any]:
 def memory(scratch: Path, device: str) -> dict[str, Any]:
     folder, found = make_large(scratch / "memory", device, prompts=16, samples=4), dict[str, Any]()
     for name, settings in {"optimizer": (), "full": (FULL,)}.items():
-        with assembled(folder, TWO, FUSED, *settings) as parts:
+        with assembled(folder, *SIZES, TWO, FUSED, *settings) as parts:
             found[name] = {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts))}
     return found
 
 
-def steps_of(parts: RunParts) -> Iterator[dict[str, Any]]:
-    """Metrics of each step: what it computed, its memory, and what its collectives moved."""
+def steps_of(parts: RunParts, shown: Sequence[str] = SHOWN, steps: int = STEPS) -> Iterator[dict[str, Any]]:
+    """Metrics of each step: what it computed, its memory, and what its collectives moved. Nothing is saved."""
     config, console = parts.crew.config, Console(quiet=True, stdout=sys.stderr, terminal=False)
     run = Run(config, parts, CheckpointStore(Path(config.run.dir), 1), Progress(), console, Loggers(console.warn))
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         console.begin_step(step)
         begin = time.perf_counter()
-        found = run.rl_step(step)
-        yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(SHOWN)}}
+        found = run.rl_step(step) if parts.samples else run.sft_step(step)
+        yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(tuple(shown))}}
 
 
 def queue(scratch: Path, device: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def queue(scratch: Path, device: str) -> dict[str, Any]:
     # With random weights all tokens are about as likely: samples have a geometric length, of 128 tokens on average.
     ends = list(range(model["vocab_size"] // (128 if device == "cuda" else 16)))
     (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with assembled(folder, TWO, FUSED, f"rollout.max_seqs={64 if device == 'cuda' else 8}") as parts:
+    with assembled(folder, *SIZES, TWO, FUSED, f"rollout.max_seqs={64 if device == 'cuda' else 8}") as parts:
         assert parts.crew._queue == (device == "cuda"), "a run on CUDA that need not repeat to the bit has a queue"
         sample(parts, queued=True)  # warms up
         turns = [(queued, *sample(parts, queued=queued)) for _ in range(TURNS) for queued in (True, False)]
@@ -130,7 +130,7 @@ def make_large(folder: Path, device: str, **counts: int) -> Path:
 @contextlib.contextmanager
 def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
     with contextlib.chdir(folder):
-        parts = assemble(configuration.load("run.toml", [*SIZES, *settings]))
+        parts = assemble(configuration.load("run.toml", list(settings)))
         try:
             yield parts
         finally:

@@ -25,7 +25,7 @@ from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import THREADS, find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -110,6 +110,8 @@ def load_worker(
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
+    # Also before they are planned: until a number is set, MKL may take another one for each product, whose last bits models are checked by.
+    torch.set_num_threads(max(1, THREADS // ranks.beside))
     roles = list(dict.fromkeys([*order.roles, *judged]))
     own = order if order.roles else replace(order, config=of_evaluation(order.config, ranks.size))
     division = division_of(own, roles, device, ranks)

@@ -1,0 +1,164 @@
+"""Layers, experts and sequences that workers divide (`tensor_parallel`, `expert_parallel`, `sequence_parallel`), on one GPU that two or
+four workers share over gloo.
+
+    python tests/gpu_parts.py OUT.json                        # about 5 minutes on an H200
+    python tests/gpu_parts.py OUT.json equal gaps             # some of the parts
+    python tests/gpu_parts.py OUT.json --device cpu           # tiny, to try the script
+
+Enters: a device. Leaves: for each part what it has measured:
+
+    equal    small models in float32 with deterministic kernels, dense and a mixture of experts: layers divided among two and four, among
+             two with two replicas, with sequences divided too, experts divided. Samples, losses and gradient norms beside one process's.
+    gaps     1.5B in bfloat16: one process, and two workers of which trainer and engine divide the layers, one of them, or none. The gap
+             between their log-probs, and what a worker holds.
+    long     1.5B in bfloat16 trains on a sample of 131,072 tokens: one process, and two workers that divide the sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gpu_shards import assembled, steps_of
+from gpu_workers import compare, make, train
+
+from fulltilt.bench import report
+from fulltilt.bench.step import make_language
+
+TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
+TENSOR, SEQUENCE, EXPERTS = "train.tensor_parallel={}", "train.sequence_parallel={}", "train.expert_parallel={}"
+EXACT = (
+    "run.deterministic=true", "model.dtype=float32", "run.steps=2", "train.lr=1e-5", "run.save_rollouts=64",
+    f"rollout.kv_bytes={2**30}", "actor.token_budget=1024",
+)  # fmt: skip
+DENSE: Mapping[str, Sequence[str]] = {
+    "one": (),
+    "tensor 2": (TWO, TENSOR.format(2)),
+    "tensor 2, data 2": (FOUR, TENSOR.format(2)),
+    "tensor 2, sequence 2": (FOUR, TENSOR.format(2), SEQUENCE.format(2)),
+    "tensor 4": (FOUR, TENSOR.format(4)),
+}
+MIXTURE: Mapping[str, Sequence[str]] = {
+    "one": (),
+    "experts 2": (TWO, EXPERTS.format(2)),
+    "experts 2, data 2": (FOUR, EXPERTS.format(2)),
+    "tensor 2": (TWO, TENSOR.format(2)),
+}
+# Fixed, so that runs on one card do not depend on what others have left free.
+SIZES = (f"rollout.kv_bytes={2**31}", "actor.token_budget=8192", "actor.forward_token_budget=8192")
+FIGURES = (
+    "rollout_corr/logprob_abs_gap", "train/", "actor/grad_norm", "actor/pg_loss", "perf/", "memory_gib/", "sync/", "communication/",
+    "timing_s/",
+)  # fmt: skip
+PAIRS: Mapping[str, Sequence[str]] = {
+    "trainer 1, engine 1, one process": (),
+    "trainer 2, engine 2": (TWO, TENSOR.format(2)),
+    "trainer 2, engine 1": (TWO, TENSOR.format(2), "rollout.tensor_parallel=1"),
+    "trainer 1, engine 2": (TWO, "rollout.tensor_parallel=2"),
+}
+LONG = {"cuda": 131_072, "cpu": 256}
+
+
+def equal(scratch: Path, device: str) -> dict[str, Any]:
+    folders = {"dense": make(scratch / "dense", "small", device=device, prompts=8, samples=4)}
+    folders["mixture"] = make_mixture(scratch / "mixture", device)
+    names = [(kind, name) for kind, runs in (("dense", DENSE), ("mixture", MIXTURE)) for name in runs]
+    settings = {"dense": DENSE, "mixture": MIXTURE}
+    with ThreadPoolExecutor(4) as at_once:  # most of their time is spent in starting
+        results = at_once.map(lambda each: train(folders[each[0]], each[1], *EXACT, *settings[each[0]][each[1]]), names)
+        found = dict(zip(names, results, strict=True))
+    for kind, name in names:
+        own, one = found[kind, name], found[kind, "one"]
+        own |= compare(folders[kind], "one", name)
+        for key in ("actor/grad_norm", "actor/pg_loss"):
+            own[f"difference of {key}"] = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(own[key], one[key], strict=True)]
+    return {f"{kind}: {name}": result for (kind, name), result in found.items()}
+
+
+def make_mixture(folder: Path, device: str) -> Path:
+    """The small model's tokens and prompts, with a mixture of experts."""
+    make(folder, "small", device=device, prompts=8, samples=4)
+    shape = json.loads((folder / "model" / "config.json").read_text())
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=shape["vocab_size"], hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=shape["max_position_embeddings"], tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
+def gaps(scratch: Path, device: str) -> dict[str, Any]:
+    shape, tokens = ("1.5B", 128) if device == "cuda" else ("small", 16)
+    folder, found = make(scratch / "gaps", shape, device=device, prompts=8, samples=4, new_tokens=tokens), dict[str, Any]()
+    for name, settings in PAIRS.items():
+        found[name] = measured(folder, *SIZES, *settings)
+        print(name, json.dumps(found[name]["steps"][-1]), flush=True)
+    return found
+
+
+def measured(folder: Path, *settings: str) -> dict[str, Any]:
+    """Two steps of a run, and when it had started."""
+    begin = time.perf_counter()
+    with assembled(folder, *settings) as parts:
+        started = time.perf_counter() - begin
+        return {"settings": settings, "start seconds": started, "plan": list(parts.plan.words), "steps": list(steps_of(parts, FIGURES))}
+
+
+def long(scratch: Path, device: str) -> dict[str, Any]:
+    tokens = LONG[device]
+    folder = make(scratch / "long", "1.5B" if device == "cuda" else "small", device=device, prompts=1, samples=2)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": tokens}))
+    words, _, _ = make_language(config["vocab_size"])
+    text = "".join(words[place * 7919 % len(words)] for place in range(tokens - 1))  # an end token follows
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": text[:64], "response": text[64:]}) + "\n")
+    (folder / "run.toml").write_text(
+        f'model.path = "model"\ndata.train = "rows.jsonl"\ndata.max_prompt_tokens = 64\ndata.max_tokens = {tokens}\n'
+        f'algorithm.name = "sft"\nalgorithm.prompts_per_step = 1\nrun.steps = 2\nrun.device = "{device}"\nrun.dir = "run"\n'
+    )
+    found = dict[str, Any]()
+    for name, settings in {"sequence 2": (TWO, SEQUENCE.format(2)), "one": ()}.items():
+        found[name] = measured(folder, *settings)
+        print(name, json.dumps(found[name]["steps"]), flush=True)
+    return {"tokens": tokens, **found}
+
+
+PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "gaps": gaps, "long": long}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    given = parser.parse_args()
+    os.environ["FULLTILT_SHARE_DEVICES"] = "1"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    document = {"device": name, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in given.parts or PARTS:
+            begin = time.perf_counter()
+            try:
+                found = PARTS[part](Path(scratch), given.device)
+            except Exception as error:  # the other parts are worth having
+                found = {"error": repr(error)}
+            document[part] = {"seconds of all": time.perf_counter() - begin, **found}
+            given.out.write_text(json.dumps(document, indent=1) + "\n")  # what was measured so far
+            print(part, json.dumps(document[part])[:1500], flush=True)
+
+
+if __name__ == "__main__":
+    main()
