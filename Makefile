@@ -16,6 +16,10 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
+# Many containers set it. Then no import keeps its bytecode, and every process compiles torch and transformers again, which takes longer than all
+# else that it does when it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test check check-all faults reference clean
 
 help:

@@ -34,17 +34,24 @@ def uses_pool(item: pytest.Item | None) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
-    would wait for them. Tests that share the demo come last, when one process has run it; those that share the pool of workers come first,
-    all in one process of tests, so that there is one pool, which ends when they have."""
+    would wait for them. Other tests are dealt out by files, whose fixtures and imports one process then makes for all of their tests. Tests
+    that share the demo come last, when one process has run it; those that share the pool of workers come first, all in one test process, so
+    that there is one pool, which ends when they have."""
+
+    def timed(item: pytest.Item) -> bool:
+        return item.get_closest_marker("timeout") is not None
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
-        return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None
+        return "warm" in getattr(item, "fixturenames", ()), not timed(item)
+
+    def bundle(item: pytest.Item) -> tuple[tuple[bool, bool], object]:
+        return place(item), item if timed(item) else item.path
 
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.sort(key=place)
     together = [item for item in items if uses_pool(item)]
-    others = [item for item in items if item not in together]
-    items[:] = together + [item for number in range(processes) for item in others[number::processes]]
+    bundles = [list(tests) for _, tests in itertools.groupby((item for item in items if not uses_pool(item)), key=bundle)]
+    items[:] = together + [item for number in range(processes) for tests in bundles[number::processes] for item in tests]
 
 
 def device_of_kernels() -> str | None:

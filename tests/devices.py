@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly, loading, sizes
+from fulltilt.cluster import assembly, sizes
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
@@ -300,12 +300,11 @@ class Member:
         return before
 
     def count_loading(self) -> None:
-        """Count the bytes of all parameters while the next worker is made: for each role those of its whole model before it is shared out,
+        """Count the bytes of all parameters while the next worker is made: for each role those that are there before it is shared out,
         the most when its units have become wider, and those when it is shared out."""
         self.worker = self.notes = None
         self.counted: dict[str, dict[str, int]] = {}
         before, share_out, widen = parameter_bytes(), ModelSharer.share_out, apply.widen
-        loaders = loading.load.load_model, loading.load_scalar
 
         def sharing_out(sharer: ModelSharer, role: str, model: torch.nn.Module) -> None:
             own = self.counted[role] = {"whole": parameter_bytes() - before, "most": 0}
@@ -319,11 +318,9 @@ class Member:
             own["shared"] = parameter_bytes() - before
 
         ModelSharer.share_out = sharing_out  # type: ignore[method-assign]
-        loading.load.load_model, loading.load_scalar = map(in_own_memory, loaders)  # type: ignore[assignment]
 
         def restore() -> None:
             ModelSharer.share_out, apply.widen = share_out, widen  # type: ignore[method-assign]
-            loading.load.load_model, loading.load_scalar = loaders
 
         self.uncount = restore
 
@@ -358,18 +355,6 @@ def parameter_bytes() -> int:
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and isinstance(each, torch.nn.Parameter))
     storages = (local(each.detach()).untyped_storage() for each in found if not each.is_meta)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def in_own_memory(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters in memory of their own: read on a CPU, they are pages of the file, as large as all of them together."""
-
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        return model
-
-    return loaded
 
 
 def fail() -> None:

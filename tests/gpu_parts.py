@@ -53,6 +53,7 @@ MIXTURE: Mapping[str, Sequence[str]] = {
     "experts 2": (TWO, EXPERTS.format(2)),
     "experts 2, data 2": (FOUR, EXPERTS.format(2)),
     "tensor 2": (TWO, TENSOR.format(2)),
+    "tensor 2, experts 2": (TWO, TENSOR.format(2), EXPERTS.format(2)),
 }
 # Fixed, so that runs on one card do not depend on what others have left free.
 SIZES = (f"rollout.kv_bytes={2**31}", "actor.token_budget=8192", "actor.forward_token_budget=8192")

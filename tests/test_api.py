@@ -485,6 +485,7 @@ GIVEN = [score, functools.partial(score, weight=2.0), made(3), Judge(4), Judge(4
 """
 
 
+@functools.cache
 def digests(program: str) -> list[str]:
     program_globals: dict[str, Any] = {"__name__": "__main__"}
     exec(program, program_globals)

@@ -200,10 +200,13 @@ def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: P
     ("given", "settings"),
     [
         (("train.recompute=selective",), {"recompute": "selective"}),
-        (("train.recompute=full", "train.recompute_layers=1"), {"recompute": "full", "recompute_layers": 1}),
-        (
+        pytest.param(
+            ("train.recompute=full", "train.recompute_layers=1"), {"recompute": "full", "recompute_layers": 1}, marks=pytest.mark.long
+        ),
+        pytest.param(
             ("train.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"),
             {"recompute": "full", "recompute_layers": 2, "recompute_method": "uniform"},
+            marks=pytest.mark.long,
         ),
         (("train.entropy_chunk=3",), {"entropy_chunk": 3}),
         (("train.fused_head=false",), {"fused_head": False}),

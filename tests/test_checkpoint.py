@@ -157,6 +157,7 @@ print(after[-1] - after[0])
 """
 
 
+@pytest.mark.long  # writes 1 GiB
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_memory_for_the_copy_goes_back_to_the_system(tmp_path: Path) -> None:
     """Of four saves of 256 MiB nothing stays; with copies that `malloc` has made, 290 MiB do."""

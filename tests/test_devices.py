@@ -52,13 +52,13 @@ DEALT = (
     "communication/",
 )  # fmt: skip
 
-PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05")
+PPO, LORA = ("algorithm.name=ppo", "algorithm.kl_coef=0.05"), "lora.rank=4"
 # name: (model, tables, settings)
 CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "dense": ("qwen2", runs.GRPO, ()),
     "tied": ("llama-tied", runs.GRPO, ("algorithm.kl_coef=0",)),
     "experts": ("qwen3-moe", runs.GRPO, ()),
-    "lora": ("qwen2", runs.GRPO, ("lora.rank=4",)),
+    "lora": ("qwen2", runs.GRPO, (LORA,)),
     "ppo": ("qwen2", runs.GRPO, PPO),
     "qwen3": ("qwen3", runs.GRPO, ("algorithm.kl_coef=0", "algorithm.aggregation=seq-mean-token-mean")),
     "recompute": ("qwen2", runs.GRPO, ("train.recompute=full",)),
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
     "ppo-experts": ("qwen3-moe", runs.GRPO, PPO),
-    "ppo-lora": ("qwen2", runs.GRPO, (*PPO, "lora.rank=4", "lora.critic=true")),
+    "ppo-lora": ("qwen2", runs.GRPO, (*PPO, LORA, "lora.critic=true")),
 }
 SHARDS: dict[str, tuple[str, ...]] = {
     "optimizer": (),  # the default
@@ -76,7 +76,17 @@ SHARDS: dict[str, tuple[str, ...]] = {
 WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
 # Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
 SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
-LONG = {("experts", "full", 4), ("lora", "full", 2), ("tied", "hybrid", 4), ("ppo", "hybrid", 4), ("sft", "full", 4), ("ppo", "full", 4)}
+LONG = {
+    ("experts", "full", 4),
+    ("lora", "full", 2),
+    ("tied", "hybrid", 4),
+    ("ppo", "hybrid", 4),
+    ("sft", "full", 4),
+    ("ppo", "full", 4),
+} | {
+    *((case, "optimizer", 2) for case in ("tied", "experts", "recompute", "micro-batches")),
+    *((case, "optimizer", 4) for case in ("dense", "lora", "ppo", "qwen3", "padded", "sft")),
+}
 
 
 def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
@@ -140,9 +150,7 @@ def alone(
 def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:
     if (case, shard, workers) in SHORT:
         return []
-    if (case, shard, workers) in LONG or (shard == "optimizer" and case not in ("ppo-experts", "ppo-lora")):
-        return [pytest.mark.long]
-    return [pytest.mark.matrix]
+    return [pytest.mark.long if (case, shard, workers) in LONG else pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(
@@ -353,17 +361,26 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-9
 
 
+FIFTY_ALWAYS = ("", "bfloat16", "optimizer", 4)
+FIFTY_LONG = {
+    ("", "float32", "optimizer", 2),
+    ("", "float32", "hybrid", 4),
+    ("", "bfloat16", "hybrid", 4),
+    (LORA, "bfloat16", "optimizer", 4),
+}
+
+
+def marks_of_fifty(*case: object) -> list[pytest.MarkDecorator]:
+    return [] if case == FIFTY_ALWAYS else [pytest.mark.long if case in FIFTY_LONG else pytest.mark.matrix]
+
+
 @pytest.mark.parametrize(
     ("lora", "dtype", "shard", "workers"),
     [
-        ("", "bfloat16", "optimizer", 4),
-        *(
-            pytest.param(lora, dtype, *way, marks=pytest.mark.matrix if way[0] == "hybrid" and lora else pytest.mark.long)
-            for lora in ("", "lora.rank=4")
-            for dtype in ("float32", "bfloat16")
-            for way in (("optimizer", 2), ("optimizer", 4), ("hybrid", 4))
-            if (lora, dtype, *way) != ("", "bfloat16", "optimizer", 4)
-        ),
+        pytest.param(lora, dtype, *way, marks=marks_of_fifty(lora, dtype, *way))
+        for lora in ("", LORA)
+        for dtype in ("float32", "bfloat16")
+        for way in (("optimizer", 2), ("optimizer", 4), ("hybrid", 4))
     ],
 )
 def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
@@ -405,11 +422,13 @@ def saved_tensors(folder: Path, step: int) -> devices.Whole:
 SAVED = ("run.steps=2", "run.save_every=1", "run.keep=9", "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2", *QUIET)
 SAVED_CASES = {
     "ppo": (DOUBLE, *PPO),
-    "lora": (DOUBLE, "lora.rank=4"),
+    "lora": (DOUBLE, LORA),
     "bfloat16": ("model.dtype=bfloat16",),
     "dapo": (DOUBLE, "algorithm.name=dapo", "algorithm.kl_coef=0", "reward.function=reward.py:undecided"),
 }
 
+
+SAVED_LONG = {("bfloat16", "optimizer"), ("dapo", "optimizer")}
 
 # Where a run is resumed that was saved with each sharding: the workers, and how they share.
 RESUMED = {
@@ -425,7 +444,7 @@ RESUMED = {
         pytest.param(case, shard, marks=[] if (case, shard) == ("ppo", "optimizer") else [mark], id=f"{case}-{shard}")
         for case in SAVED_CASES
         for shard in RESUMED
-        for mark in [pytest.mark.long if case == "ppo" or shard == "optimizer" else pytest.mark.matrix]
+        for mark in [pytest.mark.long if case == "ppo" or (case, shard) in SAVED_LONG else pytest.mark.matrix]
     ],
 )
 def test_saved_on_four_workers_and_resumed_on_others(
@@ -492,14 +511,18 @@ WHOLE: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "dapo": (runs.GRPO, ("algorithm.name=dapo", "algorithm.kl_coef=0", "reward.function=reward.py:undecided")),
     "ppo": (runs.GRPO, (*PPO, "algorithm.reward_kl_coef=0.05", "algorithm.reward_kl_target=0.01", "algorithm.reward_kl_horizon=100")),
     "remax": (runs.GRPO, ("algorithm.name=remax",)),
-    "lora": (runs.GRPO, ("lora.rank=4",)),
+    "lora": (runs.GRPO, (LORA,)),
     "sft": (runs.SFT, ()),
 }
 
 
+# The others bring nothing to a step that these do not, beside gradients, which are compared above.
+WHOLE_LONG = ("dapo", "ppo", "remax", "sft")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in WHOLE_LONG else pytest.mark.matrix) for case in WHOLE])
 def test_a_whole_run_has_the_metrics_of_one_process(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, workers: int
 ) -> None:
@@ -767,7 +790,7 @@ def random_moments() -> random.Random:
 @pytest.mark.parametrize(
     ("kills", "first"),
     [
-        pytest.param(6, forked.use_always, id="6 of forked workers", marks=pytest.mark.long),
+        pytest.param(4, forked.use_always, id="4 of forked workers", marks=pytest.mark.long),
         pytest.param(20, runs.nothing, id="20, also while workers import", marks=pytest.mark.matrix),
     ],
 )

@@ -70,7 +70,7 @@ BUILT = {
     "train.balance": False,
     **{f"{section}.sequence_parallel": 2 for section in ("train", "ref", "critic", "reward_model")},
     **{f"{section}.tensor_parallel": 2 for section in ("train", "rollout", "ref", "critic", "reward_model")},
-    **{f"{section}.expert_parallel": 2 for section in ("train", "ref", "critic", "reward_model")},
+    **{f"{section}.expert_parallel": 2 for section in ("train", "rollout", "ref", "critic", "reward_model")},
     "train.shard": "full",
     "train.shard_size": 2,
     "train.reshard_after_forward": False,

@@ -65,30 +65,37 @@ def generate(engine: NativeEngine, prompts: Sequence[Prompt], sampling: Sampling
     return collect(engine.generate, prompts, sampling, seed, lambda group: None)
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
-class TestEveryModel:
-    def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:
-        engine = make_engine(model_folders(family), TIGHT)
-        groups = generate(engine, random_prompts(6), Sampling(samples=3, max_new_tokens=24, temperature=1.0))
-        assert engine.stats().preemptions > 0
-        for group in groups:
-            for sample in group.samples:
-                with torch.no_grad():
-                    (trainer,), _ = packed_logprobs(engine.runner.model, [np.concatenate([group.prompt.ids, sample.ids])])
-                np.testing.assert_allclose(sample.logprobs, trainer[len(group.prompt.ids) - 1 :].numpy(), rtol=0, atol=1e-5)
+one_engine = cache(make_engine)
 
+# Plain layers, windows, capped scores, and experts; the others run in the long set. Blocks that are mixed up show in the log-probs of every
+# family, too.
+IN_SHORT = ("qwen2", "gemma3", "gemma2", "qwen3-moe")
+
+
+class TestEveryModel:
+    @pytest.mark.parametrize("family", models.FAMILIES)
+    def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:
+        engine = with_limits(one_engine(model_folders(family)), TIGHT)
+        groups = generate(engine, random_prompts(4), Sampling(samples=3, max_new_tokens=24, temperature=1.0))
+        assert engine.stats().preemptions > 0
+        check_trainers(engine, groups)
+
+    @pytest.mark.parametrize("family", models.FAMILIES)
     def test_greedy_text_is_transformers(self, family: str, model_folders) -> None:
         folder = model_folders(family)
         reference = models.reference(folder)
-        prompts = random_prompts(6, seed=3)
-        for group in generate(make_engine(folder, TIGHT), prompts, Sampling(samples=1, max_new_tokens=24, temperature=0.0)):
+        engine, prompts = with_limits(one_engine(folder), TIGHT), random_prompts(4, seed=3)
+        for group in generate(engine, prompts, Sampling(samples=1, max_new_tokens=24, temperature=0.0)):
             ids = torch.tensor(group.prompt.ids)[None]
             expected = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
             assert group.samples[0].ids.tolist() == expected.tolist()
             assert group.samples[0].text == models.tokenizer().decode(expected, skip_special_tokens=True)
 
+    @pytest.mark.parametrize(
+        "family", [pytest.param(family, marks=() if family in IN_SHORT else pytest.mark.long) for family in models.FAMILIES]
+    )
     def test_a_sample_does_not_depend_on_the_batch(self, family: str, model_folders) -> None:
-        engine = make_engine(model_folders(family))
+        engine = one_engine(model_folders(family))
         prompts = random_prompts(6)
         sampling = Sampling(samples=3, max_new_tokens=16)
         expected = generate(engine, prompts, sampling)
@@ -104,9 +111,6 @@ def check_same(left: Sequence[Group], right: Sequence[Group]) -> None:
         assert a.prompt is b.prompt
         assert [sample.ids.tolist() for sample in a.samples] == [sample.ids.tolist() for sample in b.samples]
         assert [sample.finish for sample in a.samples] == [sample.finish for sample in b.samples]
-
-
-one_engine = cache(make_engine)
 
 
 @settings(max_examples=15, deadline=None)
@@ -210,16 +214,24 @@ class SlowFeed:
         return taken
 
 
+SIX_PROMPTS = random_prompts(6)
+
+
+@cache
+def samples_of_six(engine: NativeEngine, sampling: Sampling) -> tuple[Group, ...]:
+    return generate(engine, SIX_PROMPTS, sampling)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
-    blocks=st.integers(13, 60), max_seqs=st.integers(1, 12), tokens=st.integers(4, 60), samples=st.integers(1, 4), first=st.integers(0, 3),
+    blocks=st.integers(13, 60), max_seqs=st.integers(1, 12), tokens=st.integers(4, 60), samples=st.integers(1, 3), first=st.integers(0, 3),
     polls=st.integers(0, 3), ahead=st.booleans(), sharing=st.booleans(),
 )  # fmt: skip
 def test_prompts_that_come_while_others_run_get_the_same_samples(
     model_folders, blocks, max_seqs, tokens, samples, first, polls, ahead, sharing
 ) -> None:
     engine = one_engine(model_folders("qwen2"))
-    prompts, sampling = random_prompts(9), Sampling(samples=samples, max_new_tokens=20)
+    prompts, sampling = SIX_PROMPTS, Sampling(samples=samples, max_new_tokens=20)
     fed = with_limits(engine, EngineLimits(blocks, 4, max_seqs, tokens, prefix_sharing=sharing))
     fed.decoder.overlaps = ahead
     feed, found = SlowFeed(prompts[first:], polls), list[Group]()
@@ -230,7 +242,7 @@ def test_prompts_that_come_while_others_run_get_the_same_samples(
         else:
             assert item.prompt is prompts[item.place]
             found.append(item)
-    check_same(generate(engine, prompts, sampling), sorted(found, key=lambda group: group.place))
+    check_same(samples_of_six(engine, sampling), sorted(found, key=lambda group: group.place))
     assert not feed.left and len(feed.asked) >= 2
     assert fed.stats().first_token.total == len(prompts) * samples and fed.recorder._unfinished == 0
 

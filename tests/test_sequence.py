@@ -59,7 +59,10 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "two of four, hybrid": (4, (TWO, "train.shard=hybrid", "train.shard_size=2")),
 }
 SHORT = {("dense", "two of two"), ("ppo", "two of four, full"), ("experts", "four of four")}
-LONG = {(case, "two of four") for case in FAMILIES} | {("recompute", "four of four"), ("lora", "two of four, full")}
+LONG = {(case, "two of four") for case in ("dense", "experts", "padded", "sft", "gemma2", "ppo-lora")} | {
+    ("recompute", "four of four"),
+    ("lora", "two of four, full"),
+}
 
 
 @pytest.fixture(scope="module")

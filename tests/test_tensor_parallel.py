@@ -69,11 +69,16 @@ class Case:
     entropy: Entropy = "gradient"
     bias: bool = False  # of the output embedding
     together: bool = False  # one backward pass for all micro-batches
+    whole_experts: bool = False  # each member has some of the experts
 
     def __str__(self) -> str:
         plain = type(self)(self.family, self.size)
         odd = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
         return " ".join([self.family, str(self.size), *odd])
+
+
+def table_of(model: torch.nn.Module, case: Case) -> SliceTable:
+    return slice_table(model, case.size, whole_experts=case.whole_experts)
 
 
 # ---- a model, whole or divided -----------------------------------------------------------------------------------------------------------
@@ -191,7 +196,8 @@ class TensorWorker:
         self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2], 1: alone[rank]}
 
     def split(self, case: Case) -> TensorSplit:
-        found = split(build(case), Ranks(self.rank % case.size, case.size, self.groups[case.size]))
+        ranks = Ranks(self.rank % case.size, case.size, self.groups[case.size])
+        found = split(build(case), ranks, whole_experts=case.whole_experts)
         finish(found.model, case)
         return found
 
@@ -284,14 +290,15 @@ def test_another_size_is_refused_with_the_legal_ones(wrong: tuple[int, str], cha
 TABLES = [
     Case("qwen2", 4, {"tie_word_embeddings": True, "vocab_size": 157}), Case("qwen3", 4, {"num_key_value_heads": 1}), Case("phi3", 4),
     Case("gemma2", 2), Case("qwen3-moe", 4, adapters=("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")),
-    Case("mixtral", 2, role="critic"), Case("llama", 2, {"attention_bias": True, "mlp_bias": True}, adapters=("k_proj", "down_proj")),
+    Case("mixtral", 2, role="critic"), Case("qwen3-moe", 4, adapters=("q_proj", "experts.down_proj"), whole_experts=True),
+    Case("llama", 2, {"attention_bias": True, "mlp_bias": True}, adapters=("k_proj", "down_proj")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TABLES, ids=str)
 def test_slices_of_a_tensor_are_assembled_to_it(case: Case) -> None:
     model = build(case)
-    table = slice_table(model, case.size)
+    table = table_of(model, case)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert table.cuts.keys() == parameters.keys() == model.state_dict().keys()
     for name, whole in parameters.items():
@@ -338,6 +345,13 @@ def test_what_is_cut_how() -> None:
         adapted[f"{layer}.o_proj.lora_A.default.weight"] == Cut.rows(64, 2, 1) and adapted[f"{layer}.o_proj.lora_B.default.weight"].shared
     )
     assert adapted[f"{layer}.q_norm.weight"].shared and adapted["model.layers.0.mlp.gate.weight"].shared
+    stacked = Case("qwen3-moe", 2, adapters=("experts.gate_up_proj", "experts.down_proj"), whole_experts=True)
+    whole = table_of(build(stacked), stacked).cuts
+    of_experts = {name: cut for name, cut in whole.items() if ".experts." in name}
+    assert {cut for name, cut in of_experts.items() if ".lora_" not in name} == {Cut.rows(4, 2)}  # of four experts
+    assert {cut for name, cut in of_experts.items() if ".lora_A." in name} == {Cut.rows(8, 2)}  # of rank 2
+    assert {cut for name, cut in of_experts.items() if ".lora_B." in name} == {Cut(1, (Section(4, 2), Section(4, 2)))}
+    assert whole["model.layers.0.mlp.gate.weight"].shared
 
 
 def test_a_module_that_cannot_be_divided_is_refused_by_name() -> None:
@@ -349,6 +363,8 @@ def test_a_module_that_cannot_be_divided_is_refused_by_name() -> None:
         slice_table(model, 2)
     with pytest.raises(UserError, match=r"^train.tensor_parallel = 3: the model has 4 query heads. Legal sizes for this model: 1, 2, 4$"):
         slice_table(build(Case("llama", 3)), 3)
+    with pytest.raises(UserError, match=r"^train.expert_parallel = 2: the model has 3 experts in a layer. Legal sizes .*: 1, 3$"):
+        slice_table(build(Case("qwen3-moe", 2, {"num_experts": 3})), 2, whole_experts=True)
 
 
 # ---- the head over parts of a vocabulary -------------------------------------------------------------------------------------------------
@@ -465,6 +481,7 @@ SHORT = [
     Case("qwen3-moe", 2, recompute="selective"),
     Case("llama", 2, BIASED, adapters=ALL, fused=True),
     Case("qwen2", 2, role="critic", fused=True),
+    Case("qwen3-moe", 2, dtype="float32", adapters=STACKED, whole_experts=True),
 ]
 PLAIN = HeadOptions(fused=False)
 MATRIX = [
@@ -494,13 +511,19 @@ MATRIX = [
     *[Case("qwen3", 2, recompute=recompute, fused=True, dtype="float32") for recompute in ("full", "selective")],
     Case("gemma2", 2, recompute="selective"),
     Case("mixtral", 4, recompute="full"),
+    *[Case(family, size, whole_experts=True) for family in ("qwen3-moe", "mixtral", "qwen2-moe") for size in (2, 4)],
+    *[Case(family, 4, dtype="float32", whole_experts=True, recompute="selective") for family in ("qwen3-moe", "mixtral")],
+    *[Case(family, 4, adapters=STACKED, whole_experts=True, recompute="full") for family in ("qwen3-moe", "mixtral")],
+    Case("qwen3-moe", 4, {"moe_intermediate_size": 6}, whole_experts=True),  # its width need not be divisible
+    Case("qwen3-moe", 2, role="critic", whole_experts=True),
+    Case("mixtral", 1, whole_experts=True),
 ]
 
 
 @pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.matrix) for case in MATRIX)], ids=str)
 def test_members_compute_what_one_process_does(pool: devices.Guests, case: Case) -> None:
     model = build(case)
-    table = slice_table(model, case.size)
+    table = table_of(model, case)
     expected, found = learn(model, case), call(pool, "learn", case)
     tolerance = TOLERANCE[case.dtype]
     for own in found:
@@ -530,7 +553,7 @@ def assert_near(table: SliceTable, found: Sequence[dict[str, np.ndarray]], expec
 )
 def test_shared_gradients_are_summed_once(pool: devices.Guests, case: Case) -> None:
     model = build(case)
-    table, expected, found = slice_table(model, case.size), learn(model, case).gradients, call(pool, "sum_shared", case)
+    table, expected, found = table_of(model, case), learn(model, case).gradients, call(pool, "sum_shared", case)
     square = sum(float(np.square(numbers).sum()) for numbers in expected.values())
     assert sum(float(own["square"]) for own in found) == pytest.approx(square, rel=1e-9)
     for name, numbers in expected.items():
@@ -540,10 +563,12 @@ def test_shared_gradients_are_summed_once(pool: devices.Guests, case: Case) -> N
             assert torch.equal(table.local_slice(name, table.assemble(name, parts), rank), part), name
 
 
-@pytest.mark.parametrize("case", [Case("qwen2", 4, {"tie_word_embeddings": True, **UNEVEN}), Case("qwen3-moe", 2, role="critic")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("qwen2", 4, {"tie_word_embeddings": True, **UNEVEN}), Case("qwen3-moe", 2, role="critic", whole_experts=True)], ids=str
+)
 def test_members_hold_their_parts_and_few_tokens(pool: devices.Guests, case: Case) -> None:
     model = build(case)
-    table, found = slice_table(model, case.size), call(pool, "parts", case)
+    table, found = table_of(model, case), call(pool, "parts", case)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for rank, own in enumerate(found):
         assert own["plain"] and own["parts"].keys() == parameters.keys()

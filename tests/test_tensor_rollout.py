@@ -59,7 +59,7 @@ class Rollout(Case):
     lengths: Mapping[tuple[int, int], int] = field(default_factory=dict)  # forced ones, by prompt and sample
 
     def __str__(self) -> str:
-        odd = [f"{name}={value}" for name in ("changes", "adapters", "fused", "lengths") if (value := getattr(self, name))]
+        odd = [f"{name}={value}" for name in ("changes", "adapters", "fused", "lengths", "whole_experts") if (value := getattr(self, name))]
         return " ".join([self.family, str(self.size), self.dtype, SAMPLINGS[self.sampling], LIMITS[self.limits], *odd])
 
 
@@ -231,6 +231,14 @@ MATRIX = [
     Rollout("llama", 2, BIASED, adapters=ALL, fused=True, sampling=GREEDY),
     Rollout("llama", 1, UNEVEN, fused=True),
     Rollout("qwen3-moe", 1, limits=TIGHT),
+    *[
+        Rollout(family, size, sampling=sampling, limits=limits, whole_experts=True)
+        for family in ("qwen3-moe", "mixtral")
+        for size in (2, 4)
+        for sampling, limits in ((GREEDY, TIGHT), (SAMPLED, TIGHT), (RESTRICTED, UNSHARED))
+    ],
+    *[Rollout("qwen3-moe", size, adapters=STACKED, limits=TIGHT, whole_experts=True) for size in (2, 4)],
+    Rollout("qwen2-moe", 2, limits=TIGHT, whole_experts=True),
 ]
 
 

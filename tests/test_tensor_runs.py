@@ -147,11 +147,13 @@ RESUMED = {
     "full": ["two of four", "two of four, full", "four of four"],
 }
 
+SAVED_LONG = {("ppo", "two of four"), ("lora", "two of four, full"), ("bfloat16", "full")}
+
 
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, id=f"{case}, {layout}", marks=[] if (case, layout) == ("ppo", "two of four") else [pytest.mark.long])
+        pytest.param(case, layout, id=f"{case}, {layout}", marks=pytest.mark.long if (case, layout) in SAVED_LONG else pytest.mark.matrix)
         for case in ("ppo", "lora", "bfloat16")
         for layout in RESUMED
     ],
@@ -237,19 +239,27 @@ def test_sizes_that_are_refused_before_anything_loads(
     assert any(re.search(message, each) for each in found), found
 
 
-@pytest.mark.parametrize(("family", "key", "workers"), [("qwen2", TWO, 2), ("qwen2", TWO, 4), ("qwen3-moe", "train.expert_parallel=2", 4)])
+@pytest.mark.parametrize(
+    ("family", "keys", "workers"),
+    [
+        ("qwen2", (TWO,), 2),
+        ("qwen2", (TWO,), 4),
+        ("qwen3-moe", ("train.expert_parallel=2",), 4),
+        pytest.param("qwen3-moe", (TWO, "train.expert_parallel=2"), 4, marks=pytest.mark.matrix),
+    ],
+)
 def test_a_worker_holds_what_is_predicted(
-    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, family: str, key: str, workers: int
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, family: str, keys: tuple[str, ...], workers: int
 ) -> None:
     """Sizes of parts follow from the whole model's and how it is cut; experts are shared out among the workers that have the same."""
-    folder, experts = runs.make(tmp_path / "folder", model_folders(family), runs.SFT), key.startswith("train.expert")
+    folder, experts = runs.make(tmp_path / "folder", model_folders(family), runs.SFT), TWO not in keys
     with pool_of_devices.assembled(folder, 1) as parts:
         model = parts.worker.actor.model
-        table = expert_table(model, 2) if experts else slice_table(model, 2)
+        table = expert_table(model, 2) if experts else slice_table(model, 2, whole_experts=len(keys) > 1)
         whole = {name: (tuple(own.shape), own.itemsize) for name, own in model.named_parameters()}
         alone = pool_of_devices._alone.held()["parameters"]  # type: ignore[union-attr]
     sharding = Sharding(workers=workers if experts else workers // 2, experts=2 if experts else 1)
-    with pool_of_devices.assembled(folder, workers, key):
+    with pool_of_devices.assembled(folder, workers, *keys):
         held = pool_of_devices.held(workers)
     for rank, own in enumerate(held):
         cut = {name: table.cuts[name].shape(shape, rank % 2) for name, (shape, _) in whole.items()}

@@ -232,6 +232,7 @@ def assert_equal_samples(found: tuple[Group, ...], expected: tuple[Group, ...]) 
             assert np.array_equal(sample.ids, same.ids) and np.array_equal(sample.logprobs, same.logprobs)
 
 
+@pytest.mark.long
 def test_another_model_that_loads_meanwhile_compiles_nothing_anew(model_folders: ModelFolders, build: Callable[[str, bool], Built]) -> None:
     model = build("compile", False).model
     documents = random_documents(model)

@@ -126,7 +126,7 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
     with torch.no_grad():  # the same numbers in both, so that only the arithmetic differs
         for a, b in zip(low.role.model.parameters(), exact.role.model.parameters(), strict=True):
             b.copy_(a)
-    rows = random_rows(64)
+    rows = random_rows(32)
     one_by_one = minibatch(rows, "token-mean", 1, MicroSizing(1))
     assert len(one_by_one.micro_batches) == len(rows)
     accumulated = low_gradient(low, one_by_one)

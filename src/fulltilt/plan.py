@@ -112,12 +112,13 @@ class RoleFacts:
     def part(self, parts: int, experts: int = 1) -> RoleFacts:
         """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded."""
         if experts > 1 and expert_counts(self.shape):
-            return self._experts_apart(experts)
+            return self.with_experts(experts)
         shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
         return replace(self, shape=shape, parameter_bytes=self.parameter_bytes // parts, trained=self.trained // parts)
 
-    def _experts_apart(self, size: int) -> RoleFacts:
-        """The facts of a worker that has one of `size` parts of the experts. Adapters are counted with what all workers have."""
+    def with_experts(self, size: int) -> RoleFacts:
+        """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded. Adapters are counted with what
+        all workers have."""
         counts = [self.shape.expert_parameters(layer) for layer in self.shape.layers]
         of_experts, all_learn = sum(counts), self.trained >= self.parameter_bytes // self.itemsize
         common = replace(
@@ -189,7 +190,12 @@ class RoleSizes:
     """Among how many workers the model of a role is divided."""
 
     tensor: int = 1  # each layer
-    experts: int = 1
+    experts: int = 1  # with layers divided, too, it is 1 or the same number: members have some experts whole, or parts of all
+
+    @property
+    def apart(self) -> int:
+        """Among how many workers experts are divided that send tokens to one another."""
+        return self.experts if self.tensor == 1 else 1
 
 
 def recomputing(keys: Mapping[str, Any]) -> Recompute:
@@ -233,7 +239,7 @@ class Facts:
         if role not in self.divisions:
             return self.sharding
         own = self.divisions[role]
-        return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.experts)
+        return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.apart)
 
     @property
     def actor(self) -> RoleFacts:
@@ -762,20 +768,29 @@ def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
 
 
 def loading_order(facts: Facts) -> dict[str, int]:
-    """About the bytes on the device while each role is loaded, in the order in which roles are loaded. Where parameters are not shared out,
-    all stay whole. Where they are, each role is shared out before the next one is loaded: first the roles that give most memory back then,
-    last the actor, whose whole copy stays for rollouts."""
-    staying = {role: model.parameter_bytes for role, model in facts.roles.items()}
-    if facts.sharding.parameters:
-        staying = {role: model.held(facts.sharding_of(role)).parameters for role, model in facts.roles.items()}
-        if "actor" in staying and facts.rollout:
-            staying["actor"] += twin_bytes(facts.actor.known_sizes, facts.sharding)
+    """About the bytes on the device while each role is loaded, in the order in which roles are loaded: where parameters are shared out,
+    first the roles that take most in addition to what stays of them."""
     found, before = dict[str, int](), 0
-    for role in sorted(staying, key=lambda role: staying[role] - facts.roles[role].parameter_bytes):
-        model, stays = facts.roles[role], role == "actor" and facts.rollout
-        found[role] = before + loading_bytes(model.known_sizes, facts.sharding_of(role), fused=model.fused, stays=stays)
-        before += staying[role]
+    taken = {role: loading_of(facts, role) for role in facts.roles}
+    for role in sorted(taken, key=lambda role: taken[role][1] - taken[role][0]):
+        most, staying = taken[role]
+        found[role] = before + most
+        before += staying
     return found
+
+
+def loading_of(facts: Facts, role: str) -> tuple[int, int]:
+    """About the most bytes that loading a role takes, and the bytes that stay. A worker reads only its part of a model, unless it needs the
+    whole anyway, as an engine does that samples alone."""
+    model, sampled = facts.roles[role], role == "actor" and facts.rollout
+    copied = facts.copy_bytes if sampled else 0
+    sharding = facts.sharding_of(role)
+    if not sharding.parameters:
+        return (model.parameter_bytes + copied,) * 2
+    stays = sampled and not copied
+    most = loading_bytes(model.known_sizes, sharding, model.itemsize, fused=model.fused, stays=stays)
+    twin = twin_bytes(model.known_sizes, sharding) if stays else copied
+    return most + copied, model.held(sharding).parameters + twin
 
 
 def most_while_loading(facts: Facts) -> tuple[str, int]:
@@ -785,38 +800,30 @@ def most_while_loading(facts: Facts) -> tuple[str, int]:
 
 def check_loading(facts: Facts) -> None:
     """Refuse roles of several workers that do not fit on a device while they are loaded."""
-    if facts.device != "cuda" or facts.sharding.workers == 1 or not facts.roles:
+    if facts.device != "cuda" or facts.sharding.workers * facts.parts == 1 or not facts.roles:
         return
     role, most = most_while_loading(facts)
     if most <= facts.device_bytes:
         return
     order = list(loading_order(facts))
     before = order[: order.index(role)]
-    sharing = ", and for sharing it out" if facts.sharding.parameters else ""
-    rest = f"what is there of {' and '.join(before)}{sharing}" if before else "sharing it out, layer by layer"
     ways = ["a smaller model"]
-    if not facts.sharding.parameters:
-        ways.append('train.shard = "full" (each role is then shared out as it is loaded)')
+    if facts.sharding.workers > 1 and not facts.sharding.parameters:
+        ways.append('train.shard = "full" (each worker then loads its rows alone)')
+    if role == "actor" and facts.rollout and facts.rollout_parts == 1 and (facts.sharding.parameters or facts.copy_bytes):
+        ways.append("rollout.tensor_parallel (an engine that samples alone has the whole actor)")
     plain = {name: replace(model, fused=False) for name, model in facts.roles.items()}
     if most_while_loading(replace(facts, roles=plain))[1] <= facts.device_bytes:
         ways.append("train.fused_layers = false (no layers are compared then)")
     if before:
         ways.append(f"workers of its own for {either([other for other in order if other != 'actor'])} (cluster.roles)")
+    divided = facts.parts > 1 and not facts.sharding.parameters
+    how = f"train.tensor_parallel: with layers in {facts.parts} parts" if divided else f'train.shard: with "{facts.sharding.shard}"'
+    rest = f", beside what is there of {' and '.join(before)}" if before else ""
     raise UserError(
-        f'train.shard: with "{facts.sharding.shard}", loading the {role} would take {in_bytes(most)} of each device\'s '
-        f"{in_bytes(facts.device_bytes)}: {in_bytes(facts.roles[role].parameter_bytes)} for its whole parameters, and the rest for {rest}. "
-        f"Use {either(ways)}"
+        f"{how}, loading the {role} would take {in_bytes(most)} of each device's {in_bytes(facts.device_bytes)}: "
+        f"{in_bytes(loading_of(facts, role)[0])} for its part of the {role}, and for verifying it{rest}. Use {either(ways)}"
     )
-
-
-def check_whole(facts: Facts, roles: Mapping[str, RoleFacts], parts: int) -> None:
-    """Refuse models that are to be divided, and do not fit on a device whole, as which they are loaded."""
-    for role, model in roles.items() if parts > 1 else ():
-        if model.parameter_bytes > facts.device_bytes:
-            raise UserError(
-                f"train.tensor_parallel: the {role} has {in_bytes(model.parameter_bytes)} of parameters, and is loaded whole on each "
-                f"device, which has {in_bytes(facts.device_bytes)}, before its layers are divided among {parts}. Use a smaller model"
-            )
 
 
 def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
@@ -949,8 +956,8 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
         if evaluates(facts) and facts.rollout:  # one model, which the engine reads
             yield from ((Division(size, 1, size), False) for size in dict.fromkeys([usual, *samplers]))
             return
-        if of_experts == 1 and usual == of_layers:
-            yield Division(of_layers, 1, usual), facts.rollout and of_layers > 1 and len(samplers) > 1
+        if (of_experts == 1 or of_layers > 1) and usual == of_layers:
+            yield Division(of_layers, of_experts, usual), facts.rollout and of_layers > 1 and len(samplers) > 1
         yield from ((Division(of_layers, of_experts, size), False) for size in samplers)
 
 
@@ -987,9 +994,9 @@ def divided(config: Config, facts: Facts, way: Division) -> Facts:
     """The facts of a worker where whole models are divided so, or as roles have it that have sizes of their own."""
     sizes = {role: way.of(config, role) for role in facts.roles}
     of_all = sizes.get("actor") or next(iter(sizes.values()), RoleSizes(way.tensor, way.experts))
-    sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.experts)
-    roles = {role: model.part(sizes[role].tensor, sizes[role].experts) for role, model in facts.roles.items()}
-    copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or (way.experts > 1 and way.rollout > 1))
+    sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.apart)
+    roles = {role: model.part(sizes[role].tensor, sizes[role].apart) for role, model in facts.roles.items()}
+    copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or of_all.apart > 1)
     found = replace(facts, roles=roles, sharding=sharding, parts=of_all.tensor, rollout_parts=way.rollout)
     copy_bytes = facts.actor.parameter_bytes // way.rollout if copied else 0
     return replace(found, copy_bytes=copy_bytes, divisions={role: own for role, own in sizes.items() if own != of_all})

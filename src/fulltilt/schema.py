@@ -474,6 +474,16 @@ class RolloutConfig(Section):
     each update. `auto`: that of `train.tensor_parallel` where no copy is needed for it and models, optimizer and a useful KV cache fit on
     a device; else the least with which they do, within a machine; on a CPU that of `train.tensor_parallel`. Note: tensor_parallel_size is
     the guides' spelling; verl's key is tensor_model_parallel_size."""
+    expert_parallel: Count = _rollout(
+        "auto",
+        "experts of each worker that samples, and the width of their products",
+        "ARR.rollout.expert_parallel_size",
+        used_if=(_if_several, UsedIf(("tensor_parallel",), lambda size: size != 1, "set rollout.tensor_parallel above 1")),
+    )
+    """Of the workers that sample together (`tensor_parallel`), how many divide the experts of every layer among themselves: all of them, so
+    that each has some experts whole, or 1: each has a part of every expert. It divides the number of experts. Another cut than that of the
+    actor (`train.expert_parallel` with `train.tensor_parallel`) takes a copy of it. `auto`: as the actor, where equally many workers divide
+    its layers; otherwise all of them where they divide the number of experts, which keeps products wide."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
     `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
@@ -633,9 +643,11 @@ class TrainConfig(Section):
     )
     """Neighbouring workers that divide the experts of every layer among themselves, and send tokens to their experts: for
     mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
-    the number of workers and of experts. Rollouts have all experts on every worker, or parts of all (`rollout.tensor_parallel`). With
-    `shard` "optimizer" or "full", and without `tensor_parallel`. `auto`: 1 where the run fits on the devices as `shard` shares it out, else
-    the least with which it does; on a CPU 1."""
+    the number of workers and of experts. Rollouts have all experts on every worker, or what `rollout.tensor_parallel` and
+    `rollout.expert_parallel` say. With `shard` "optimizer" or "full". With `tensor_parallel` it is 1 or the same number: then workers that
+    compute a layer together have some of its experts whole, instead of a part of every one, and send nothing in addition. `auto`: 1
+    where the run fits on the devices as `shard` shares it out, else the least with which it does, and 1 with `tensor_parallel`; on a CPU
+    1."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

@@ -27,4 +27,5 @@ os.environ.update(QUIET)  # libraries read it when they are imported
 
 from fuzz import main  # noqa: E402
 
+sys.dont_write_bytecode = True  # nor does a case that is forked from this process: its folder is compared
 main()

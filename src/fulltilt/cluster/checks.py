@@ -32,7 +32,14 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes, why_not_experts
+from fulltilt.parallel.cuts import (
+    expert_counts,
+    legal_expert_sizes,
+    legal_sequence_sizes,
+    legal_sizes,
+    whole_experts_in_rollouts,
+    why_not_experts,
+)
 from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.plan import (
     OFFLOADS,
@@ -65,6 +72,7 @@ UNSHARED = {
 }
 
 UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
+EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,19 +311,26 @@ def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
         for key, size in given if role == "ref" and "ref_logprobs" in algorithm.needs and shares_model(config) else ():
             why = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
             yield f"{key}: {size}, but {why}. Remove the key"
-        if tensor is not None and experts is not None and min(tensor, experts) > 1:
-            yield f"{role}.expert_parallel: {experts}, but {role}.tensor_parallel = {tensor} divides experts, too. Remove one of the keys"
+
+
+def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool:
+    """Whether each of `size` workers has some of the experts, and not a part of every one, where the key divides layers among them."""
+    division, section = given_division(config), key.partition(".")[0]
+    if section != "rollout":
+        return min(size, division.experts if section == "train" else division.of(config, section).experts) > 1
+    return whole_experts_in_rollouts(config.rollout.expert_parallel, size, division.tensor, division.experts, shape)
 
 
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
     """Roles whose layers cannot be divided among so many workers. `shapes`: of each role that the key is of."""
     said = set[tuple[int, str | None]]()  # once for all roles of which the same is wrong
     for role, shape, own in shapes:
-        reason = None if own % size else why_not_divided(shape, size)
+        whole = has_whole_experts(config, key, size, shape)
+        reason = None if own % size else why_not_divided(shape, size, whole_experts=whole)
         if (reason is None and own % size == 0) or (own, reason) in said:
             continue
         said.add((own, reason))
-        legal = either([str(each) for each in legal_sizes(shape, own)])
+        legal = either([str(each) for each in legal_sizes(shape, own, whole_experts=whole)])
         if reason is None:
             has = "has" if own == 1 else "have"
             of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
@@ -327,37 +342,54 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with experts that are divided among workers."""
+    yield from wrong_rollout_experts(config, algorithm, device)
     division = given_division(config)
-    if division.experts > 1 and division.tensor > 1:
-        words = f"train.tensor_parallel = {division.tensor} divides experts, too"
-        yield f"train.expert_parallel: {division.experts}, but {words}. Remove one of the keys"
-    sizes = {size_key(config, role, "expert_parallel"): division.of(config, role).experts for role in ("actor", *OWN_BUDGETS)}
-    for key, size in {**sizes, "train.expert_parallel": division.experts}.items():
+    sizes = {size_key(config, role, "expert_parallel"): division.of(config, role) for role in ("actor", *OWN_BUDGETS)}
+    for key, own in {**sizes, "train.expert_parallel": division.of(config, "actor")}.items():
+        size, tensor = own.experts, own.tensor
         if size == 1:
             continue
-        if config.train.shard == "hybrid":
+        if tensor not in (1, size):
+            by = size_key(config, key.partition(".")[0], "tensor_parallel")
+            yield f"{key}: {size}, but {by} = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
+            continue
+        if config.train.shard == "hybrid" and tensor == 1:
             yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
         for other, why in UNDIVIDED.items():
             if value_of(config, other) is True:
                 yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
         of_key = [each for each in shapes_of_roles(config, algorithm, device) if size_key(config, each[0], "expert_parallel") == key]
-        yield from wrong_expert_size(config, key, size, of_key)
+        yield from wrong_expert_size(config, key, size, tensor, of_key)
 
 
-def wrong_expert_size(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
-    """The first role whose experts cannot be divided among so many workers: others have their sizes from the same key."""
+def wrong_expert_size(config: Config, key: str, size: int, tensor: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
+    """The first role whose experts cannot be divided among so many workers: others have their sizes from the same key. `tensor`: among how
+    many of them each layer is divided."""
     for role, shape, own in shapes:
-        legal = [str(each) for each in legal_expert_sizes(shape, own)]
+        legal = [str(each) for each in legal_expert_sizes(shape, own) if tensor == 1 or each in (1, tensor)]
         obeys = role == "actor" or not key.startswith("train") or bool(expert_counts(shape))
         if (reason := why_not_experts(shape, size)) is not None and obeys:
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
-        elif own % size:
+        elif own % size and tensor == 1:  # otherwise the same is said of train.tensor_parallel
             whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
             yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
         else:
             continue
         return
+
+
+def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    key, size, tensor = "rollout.expert_parallel", config.rollout.expert_parallel, given_division(config).rollout
+    if size in ("auto", 1) or "rollout" not in algorithm.needs:
+        return
+    if size != tensor:
+        legal = either(["1", str(tensor)][: 1 + (tensor > 1)])
+        yield f"{key}: {size}, but rollout.tensor_parallel is {tensor}: {EXPERTS_OF_GROUP}. Use {legal}"
+        return
+    for _, shape, _ in list(shapes_of_roles(config, algorithm, device))[:1]:
+        if (reason := why_not_experts(shape, size)) is not None:
+            yield f"{key}: {size} workers cannot divide the experts among themselves: {reason}. Use 1"
 
 
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
@@ -494,9 +526,10 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    other = config.rollout.tensor_parallel not in ("auto", unless_auto(config.train.tensor_parallel, 1))
-    divided = unless_auto(config.train.expert_parallel, 1) > 1
-    of_copy = (shares_parameters(config) or divided or other) and "rollout" in algorithm.needs
+    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
+    other = config.rollout.tensor_parallel not in ("auto", tensor)
+    other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
+    of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

@@ -190,6 +190,10 @@ class Crew:
         """The most tokens of a worker in a pass of the role."""
         return max(self._each(role, "most_tokens", role, what="a measurement"))
 
+    def most_experts(self) -> int:
+        """The most experts of a layer that an engine reads on a worker, whole or in part."""
+        return max(self._each("actor", "most_experts", what="a measurement"))
+
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
         found: list[SyncReport] = self._each("actor", "sync", version, what="sync")

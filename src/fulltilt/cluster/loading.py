@@ -7,7 +7,7 @@ not fit its tokenizer, or whose layers would compute something else than transfo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,17 @@ from fulltilt.kernels import dispatch
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.compiled import compile_and_compare
-from fulltilt.model.fuse import WrongLayers, fuse_and_compare, saved_tensors
+from fulltilt.model.forward import in_one_pass
+from fulltilt.model.fuse import WrongLayers, fuse_and_compare, fuse_without_memory, saved_tensors
 from fulltilt.model.scalar import ScalarModel, load_scalar
+from fulltilt.model.stored import stored_weights
 from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config, LoraConfig, shares_model, shares_parameters, uses_reward_model
 from fulltilt.training.checkpoint import Checkpoint
+
+Check = Callable[[PreTrainedModel], dict[int, LayerShape]]  # how a model is verified
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,21 +46,34 @@ class Models:
         return actor
 
 
-def leave_whole(role: str, model: torch.nn.Module) -> None:
-    """What is done to a model that is neither divided nor shared out."""
+class Placing:
+    """What is done to one role's model after another so that this worker has its part of it. This class: nothing, each stays whole."""
+
+    def stored(self, role: str) -> bool:
+        """Whether a role's parameters stay in their files until `divide` or `finish` reads what this worker has of them."""
+        return False
+
+    def loaded(self, role: str, model: torch.nn.Module) -> None:
+        """Called as soon as a model is loaded, before it has adapters."""
+
+    def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
+        """Called when a model has adapters, before it is fused. What it returns is a second model, for the engine, to be fused too."""
+        return None
+
+    def finish(self, role: str, model: torch.nn.Module) -> None:
+        """Called when a model is fused, before the next one is loaded. It has its parameters afterwards."""
+
+    def rest(self, role: str) -> None:
+        """Called after passes of a model that is finished."""
 
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (),
-    divide: Callable[[str, torch.nn.Module], PreTrainedModel | None] = leave_whole,
-    loaded: Callable[[str, torch.nn.Module], None] = leave_whole,
+    resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (), placing: Placing | None = None,
 ) -> Models:  # fmt: skip
     """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
-    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded. `divide`: called with
-    each role's model, verified and with adapters, before it is fused; what it returns is fused too. `loaded`: called after that, before the
-    next one is loaded."""
-    fusing, layers = Fusing(config, device, divide, learns=bool(roles)), dict[int, LayerShape]()
+    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded."""
+    fusing, layers = Fusing(config, device, placing, learns=bool(roles)), dict[int, LayerShape]()
 
     def load_actor_and_layers() -> PreTrainedModel:
         decodes = sampled and config.rollout.engine == "native"
@@ -76,23 +93,22 @@ def load_models(
     own: dict[str, torch.nn.Module] = {}
     for role in sorted(loaders, key=order.index) if order else loaders:
         own[role] = loaders[role]()
-        loaded(role, own[role])
+        fusing.finish(role, own[role])
     return Models({role: own[role] for role in loaders}, layers, fusing.words())
 
 
 class Fusing:
-    """Divides each role's model, if it is to be, and then fuses or compiles its layers as `train.fused_layers` and `train.compile` say, and
-    keeps the results for the plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
+    """Divides each role's model, if it is to be, verifies it, and fuses or compiles its layers as `train.fused_layers` and `train.compile`
+    say, and keeps the results for the plan's words. A layer's forward has one owner, so where both could be, what the user set wins over
+    auto."""
 
-    def __init__(
-        self, config: Config, device: torch.device, divide: Callable[[str, torch.nn.Module], PreTrainedModel | None] = leave_whole, *,
-        learns: bool = False,
-    ) -> None:  # fmt: skip
-        self.divide = divide
+    def __init__(self, config: Config, device: torch.device, placing: Placing | None = None, *, learns: bool = False) -> None:
+        self.placing = placing or Placing()
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
         self.found: dict[str, str] = {}  # what runs the layers of each role
+        self.unverified: dict[str, Check] = {}  # how each model is verified that has no parameters yet
         shared = learns and shares_parameters(config)
         self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shared else ""
         if self.compiles:
@@ -106,17 +122,30 @@ class Fusing:
             if self.wanted is True:
                 raise UserError(f"train.fused_layers: {self.off}, or remove the key")
 
-    def fuse(self, role: str, whole: PreTrainedModel | ScalarModel) -> None:
-        """Call it once the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
-        also = self.divide(role, whole)
-        model, reason = whole.body if isinstance(whole, ScalarModel) else whole, None
+    def loaded(self, role: str, model: PreTrainedModel | ScalarModel, check: Check) -> dict[int, LayerShape]:
+        """Call it when a model is loaded, before it has adapters. A model whose parameters are in files is verified as soon as this worker
+        has its part of them. Returns the shapes of the layers, if it is verified."""
+        self.placing.loaded(role, model)
+        if stored_weights(model) is None:
+            return check(body_of(model))
+        self.unverified[role] = check
+        return {}
+
+    def fuse(self, role: str, whole: PreTrainedModel | ScalarModel) -> dict[int, LayerShape]:
+        """Call it once the model has its adapters, and before anything keeps an address: optimizer, engine, graphs. Returns the shapes of
+        the layers, if it is verified here."""
+        also = self.placing.divide(role, whole)
+        model, reason, layers = body_of(whole), None, dict[int, LayerShape]()
+        complete = stored_weights(whole) is None
+        if role in self.unverified and (also is not None or complete):
+            layers = whole_layers(self.unverified.pop(role)(model if also is None else also), model)
         try:
             if also is not None and self.off is None:
                 fuse_and_compare(also)
             if self.compiles:
                 self.found[role] = compile_and_compare(model)
             elif self.off is None:
-                report = fuse_and_compare(model)
+                report = fuse_and_compare(model) if complete else fuse_without_memory(model)
                 self.found[role] = f"{report}{self.aside if report.joined else ''}"
                 # Another role may be of another family; where the actor is, the key would have no effect.
                 reason = report.left_alone if role == "actor" else None
@@ -129,6 +158,14 @@ class Fusing:
             raise UserError(
                 f"train.fused_layers: true, but the layers of the {role} cannot run fused: {reason}. Remove the key, or set auto"
             )
+        return layers
+
+    def finish(self, role: str, whole: torch.nn.Module) -> None:
+        """Share the model out, if it is to be, and verify it now if that was not possible before."""
+        self.placing.finish(role, whole)
+        if check := self.unverified.pop(role, None):
+            check_shared(whole, check)
+            self.placing.rest(role)
 
     def words(self) -> str:
         if self.off is not None and not self.compiles:
@@ -139,24 +176,48 @@ class Fusing:
         return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
 
 
+def body_of(model: torch.nn.Module) -> PreTrainedModel:
+    """The part of a critic or reward model that transformers has made; any other model is that itself."""
+    found = model.body if isinstance(model, ScalarModel) else model
+    assert isinstance(found, PreTrainedModel)
+    return found
+
+
+def whole_layers(layers: Mapping[int, LayerShape], model: PreTrainedModel) -> dict[int, LayerShape]:
+    """The shapes of the whole model's layers, from those of a member's."""
+    whole = load.shape_of(model.config).layers
+    return {index: replace(shape, key_heads=whole[index].key_heads) for index, shape in layers.items()}
+
+
+def check_shared(model: torch.nn.Module, check: Check) -> None:
+    """Verify a model that is shared out. A body alone has its layers' parameters only inside a pass of the whole model."""
+    with torch.no_grad():
+        if isinstance(model, ScalarModel):
+            in_one_pass(model, lambda: check(model.body))
+        else:
+            check(body_of(model))
+
+
 def load_actor(
     config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing, *, decodes: bool
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
     """The model that is trained and sampled from. With adapters the base stays that of the run's start: the checkpoint has only them."""
     adapters = config.lora.rank > 0
-    model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
+    path = resume.model_folder if resume and not adapters else None
+    model = load.load_model(config.model, device, path=path, stored=fusing.placing.stored("actor"))
     load.check_vocabulary(model, tokenizer)
-    layers = verify(model, decodes=decodes)
+    layers = fusing.loaded("actor", model, partial(verify, decodes=decodes))
     if adapters:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
-    fusing.fuse("actor", model)
-    return model, layers
+    return model, fusing.fuse("actor", model) or layers
 
 
 def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
-    key = "critic.path" if config.critic.path else "model.path"
-    model = load_scalar(config.model, device, config.critic.path, key=key, head="new")
+    key, stored = "critic.path" if config.critic.path else "model.path", fusing.placing.stored("critic")
+    model = load_scalar(config.model, device, config.critic.path, key=key, head="new", stored=stored)
+    if stored:
+        fusing.loaded("critic", model, partial(verify, key=key))
     check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
@@ -187,7 +248,10 @@ def make_encoder(config: Config, prompts: Sequence[Prompt]) -> RewardEncoder | N
 def load_reward_model(config: Config, device: torch.device, encoder: RewardEncoder, fusing: Fusing) -> ScalarModel:
     path = config.reward_model.path
     assert path is not None
-    model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
+    key, stored = "reward_model.path", fusing.placing.stored("reward_model")
+    model = load_scalar(config.model, device, path, key=key, head="required", stored=stored)
+    if stored:
+        fusing.loaded("reward_model", model, partial(verify, key=key))
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model)
@@ -197,8 +261,8 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
 def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> PreTrainedModel:
     """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
     key = "ref.path" if config.ref.path else "model.path"
-    model = load.load_model(config.model, device, path=config.ref.path, key=key)
-    verify(model, key, decodes=False)
+    model = load.load_model(config.model, device, path=config.ref.path, key=key, stored=fusing.placing.stored("ref"))
+    fusing.loaded("ref", model, partial(verify, key=key, decodes=False))
     check_tokens(config, model, tokenizer, "ref.path", config.ref.path)
     if config.lora.path and not config.ref.path:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, SharedModels
+from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import THREADS, find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
@@ -33,7 +33,9 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.layout import UNSHARDED, Sharding
@@ -120,27 +122,13 @@ def load_worker(
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
-    shared, how = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0), dict[str, Any]()
-    members, copied = {role: own.tensor for role, own in grids.items()}, grid.rollout.size != grid.tensor.size
-    if copied or any(own.size > 1 for own in members.values()):
-        how["divide"] = ModelDivider(shared, members, grid.rollout if copied else None).divide
-    steps: list[Callable[[str, torch.nn.Module], None]] = []
-    of_shards = {role: own for role, own in grids.items() if shares_out(config, order.roles, own.data)}
-    if holders := {role: own.experts for role, own in grids.items() if own.replicas}:
-        steps.append(ExpertDivider(shared, holders, order.sampled, "actor" in of_shards).divide)
-    if of_shards:
-        sharer = ModelSharer.of(shared, config, of_shards, device, learners_of(order.roles), sampled=order.sampled)
-        steps.append(sharer.share_out)
-        how["order"] = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
-
-    def loaded(role: str, model: torch.nn.Module) -> None:
-        for step in steps:
-            step(role, model)
-
-    how["loaded"] = loaded
+    shared = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0)
+    placing, by_role = place(order, config, device, grids, shared, division), list[str]()
+    if placing.sharer:
+        by_role = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
-        **how,
+        order=by_role, placing=placing,
     )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
@@ -194,8 +182,40 @@ def make_grids(order: WorkerOrder, division: Division, ranks: Ranks) -> dict[str
     made: dict[RoleSizes, Grid] = {}
     for role, own in sizes.items():
         if own not in made:
-            made[own] = Grid.of(ranks, own.tensor, own.experts, division.rollout if role == "actor" else own.tensor)
+            made[own] = Grid.of(ranks, own.tensor, own.apart, division.rollout if role == "actor" else own.tensor)
     return {role: made[own] for role, own in sizes.items()}
+
+
+def place(
+    order: WorkerOrder, config: Config, device: torch.device, grids: Mapping[str, Grid], shared: SharedModels, division: Division
+) -> Placer:
+    """What divides the models and shares them out. All workers must call it at the same time."""
+    grid, sharer = grids.get("actor") or next(iter(grids.values())), None
+    if of_shards := {role: own for role, own in grids.items() if shares_out(config, order.roles, own.data)}:
+        sharer = ModelSharer.of(shared, config, of_shards, device, learners_of(order.roles), sampled=order.sampled)
+    whole, rollout_whole = experts_of_members(order, division, grids)
+    sampling = grid.rollout if grid.tensor.size != grid.rollout.size or ("actor" in whole) != rollout_whole else None
+    members, holders = {role: own.tensor for role, own in grids.items()}, {role: own.experts for role, own in grids.items() if own.replicas}
+    cut = max(grid.rollout.size, *(own.size for own in members.values())) > 1
+    divider = ModelDivider(shared, members, sampling, whole, rollout_whole) if cut else None
+    experts = ExpertDivider(shared, holders, order.sampled, "actor" in of_shards) if holders else None
+    learned_whole = grid.tensor.size == 1 and "actor" not in holders and "actor" not in of_shards
+    return Placer(shared, learned_whole or (order.sampled and grid.rollout.size == 1), order.sampled, divider, experts, sharer)
+
+
+def experts_of_members(order: WorkerOrder, division: Division, grids: Mapping[str, Grid]) -> tuple[set[str], bool]:
+    """The roles of which a member of a tensor-parallel group has some of the experts, and not a part of every one; and whether the same
+    holds for the model that an engine reads."""
+    divided = {role for role, grid in grids.items() if grid.tensor.size > 1}
+    whole = {role for role in divided if order.roles and division.of(order.config, role).experts > 1}
+    actor = grids.get("actor")
+    if not order.sampled or actor is None or actor.rollout.size == 1:
+        return whole, "actor" in whole and actor is not None and actor.rollout.size > 1
+    train, shape = order.config.train, shape_of(read_config(order.config.model))
+    of_run = division if order.roles else Division(unless_auto(train.tensor_parallel, 1), unless_auto(train.expert_parallel, 1))
+    given = order.config.rollout.expert_parallel
+    of_engine = whole_experts_in_rollouts(given, actor.rollout.size, of_run.tensor, of_run.experts, shape)
+    return whole if order.roles else (divided if of_engine else set()), of_engine
 
 
 def decided(config: Config, sharding: Sharding) -> Config:

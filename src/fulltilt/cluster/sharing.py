@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fulltilt.cluster.loading import Models, exporter
+from fulltilt.cluster.loading import Models, Placing, body_of, exporter
 from fulltilt.cluster.sizes import role_facts
+from fulltilt.model.experts import why_one_by_one
+from fulltilt.model.stored import READ_WHOLE, release, stored_weights
 from fulltilt.parallel.apply import Shards, Sharing, shard, share, with_experts
 from fulltilt.parallel.experts import ExpertSplit, expert_modules, split_experts
+from fulltilt.parallel.filling import fill
 from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.parts import ModelPart, PartTwin, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
@@ -42,6 +46,7 @@ class SharedModels:
     tells: bool = True  # whether this worker is the first of those that hold the same part
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
     adapters_alone: bool = False  # whether an export has only these
+    read_whole: dict[str, str] = field(default_factory=dict)  # by role: why its files could not be read in parts
 
     @property
     def copied(self) -> bool:
@@ -78,10 +83,15 @@ class SharedModels:
         return export_collected, count
 
     def notes(self) -> Iterator[str]:
+        for role, why in self.read_whole.items():
+            yield f"{role}: read whole by every worker before it was divided or shared out: {why}"
         for role, made in self.parts.items():
             held = sum(parameter.nbytes for parameter in made.model.parameters()) if role not in self.shards else None
             what = "each layer" if isinstance(made, TensorSplit) else "experts"
-            yield f"{role}: {what} divided among {made.ranks.size} workers{f', {in_bytes(held)} each' if held else ''}"
+            whole = " with whole experts" if isinstance(made, TensorSplit) and made.whole_experts else ""
+            yield f"{role}: {what} divided among {made.ranks.size} workers{whole}{f', {in_bytes(held)} each' if held else ''}"
+            if reason := why_narrow(made, self.shards[role].types if role in self.shards else {}):
+                yield f"{role}: experts run one by one, which is slow: {reason}. Set train.expert_parallel = {made.ranks.size}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
             groups = f", in {sharing.everyone.size // sharing.group.size} groups" if sharing.group.size < sharing.everyone.size else ""
@@ -90,8 +100,24 @@ class SharedModels:
             held = sum(tensor.nbytes for tensor in self.twin.memory())
             whole = "the whole actor" if self.copied or not isinstance(self.parts.get("actor"), TensorSplit) else "its part of the actor"
             if isinstance(self.twin, RolloutCopy) and self.twin.target:
-                whole = f"one of {self.twin.target.ranks.size} parts of the actor"
+                whole, reason = f"one of {self.twin.target.ranks.size} parts of the actor", why_narrow(self.twin.target)
+                if reason:
+                    size = self.twin.target.ranks.size
+                    yield f"rollout: experts run one by one, which is slow: {reason}. Set rollout.expert_parallel = {size}"
             yield f"rollout: every worker has {whole} for it, {in_bytes(held)}"
+
+
+def why_narrow(part: ModelPart, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> str | None:
+    """Why torch does not take the experts of a part in one call, although it would take the whole ones. `types`: those that are computed
+    with, where parameters have others."""
+    for prefix, module in expert_modules(part.model):
+        for leaf, parameter in module.named_parameters():
+            name = f"{prefix}.{leaf}"
+            dtype = types.get(name, parameter.dtype)
+            whole, own = (torch.empty(shapes[name], dtype=dtype, device="meta") for shapes in (part.whole, part.shapes))
+            if whole.ndim == 3 and why_one_by_one(whole) is None and (reason := why_one_by_one(own)):
+                return reason
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +127,8 @@ class ModelDivider:
     found: SharedModels
     members: Mapping[str, Ranks]  # by role: those that hold all parts
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
+    whole_experts: Collection[str] = ()  # roles of which members have some of the experts each, and not a part of every one
+    rollout_whole: bool = False  # the same of the model that an engine reads
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
@@ -109,14 +137,18 @@ class ModelDivider:
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
-                found.twin = RolloutCopy(copied, split(copied, self.rollout) if self.rollout.size > 1 else None)
+                target = self._split(copied, self.rollout, self.rollout_whole) if self.rollout.size > 1 else None
+                found.twin = RolloutCopy(copied, target)
             if ranks.size > 1:
                 found.undivided = without_memory(model)
         if ranks.size > 1:
-            found.parts[role] = split(model, ranks)
+            found.parts[role] = self._split(model, ranks, role in self.whole_experts)
         if copied is not None:
             part_memory(copied, model)
         return copied
+
+    def _split(self, model: torch.nn.Module, ranks: Ranks, whole_experts: bool) -> TensorSplit:
+        return split(model, ranks, whole_experts=whole_experts and any(True for _ in expert_modules(model)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +201,7 @@ class ModelSharer:
         return ModelSharer(found, {role: made[grid] for role, grid in grids.items()}, device, learners, sampled)
 
     def share_out(self, role: str, model: torch.nn.Module) -> None:
+        """A model whose parameters are in files gets this worker's rows from there."""
         if role not in self.sharings:
             return
         sharing = self.sharings[role]
@@ -183,7 +216,62 @@ class ModelSharer:
             else:
                 found.structure = without_memory(model)
         found.shards[role] = shard(model, sharing if apart else replace(sharing, experts=None))
+        fill(model, part, found.shards[role])
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # whole parameters are in pieces into which those of the next role may not fit
+
+
+@dataclass(frozen=True, eq=False)
+class Placer(Placing):
+    """Divides and shares out one role's model after another, and reads from its files only what this worker has of it. A model that this
+    worker needs whole anyway, because its engine reads it or because the worker learns all of it, is read before it is divided; one from
+    which the engine keeps a part beside the shards, before it is shared out."""
+
+    found: SharedModels
+    whole: bool  # whether this worker has the whole actor
+    sampled: bool  # whether an engine reads it, or a part of it
+    divider: ModelDivider | None = None
+    experts: ExpertDivider | None = None
+    sharer: ModelSharer | None = None
+
+    def stored(self, role: str) -> bool:
+        return bool(self.divider or self.experts or self.sharer)
+
+    def loaded(self, role: str, model: torch.nn.Module) -> None:
+        if stored_weights(model) is None:
+            if why := getattr(body_of(model), READ_WHOLE, None):
+                self.found.read_whole[role] = why
+        elif role == "actor" and self.whole:
+            self._complete(model)
+
+    def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
+        also = self.divider.divide(role, model) if self.divider else None
+        if stored_weights(model) is None:
+            return also
+        if self.experts:
+            self.experts.divide(role, model)
+        part = self.found.parts.get(role)
+        if also is not None:
+            assert isinstance(self.found.twin, RolloutCopy)
+            fill(also, self.found.twin.target)
+            release(also, files=False)
+        if not self.sharer or role not in self.sharer.sharings or (role == "actor" and self.sampled and also is None):
+            self._complete(model, part)
+        return also
+
+    def finish(self, role: str, model: torch.nn.Module) -> None:
+        if self.experts and role not in self.found.parts:
+            self.experts.divide(role, model)
+        if self.sharer:
+            self.sharer.share_out(role, model)
+        release(model)
+
+    def rest(self, role: str) -> None:
+        if role in self.found.shards:
+            self.found.shards[role].rest()
+
+    def _complete(self, model: torch.nn.Module, part: ModelPart | None = None) -> None:
+        fill(model, part)
+        release(model)

@@ -35,7 +35,6 @@ from fulltilt.plan import (
     Facts,
     RoleFacts,
     check_loading,
-    check_whole,
     choose_division,
     choose_sharding,
     divided,
@@ -99,7 +98,6 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
     if device.type == "cuda" and ranks.size > 1:
         try:
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
-            check_whole(facts, facts.roles, parts)
         except UnknownParameters:
             only = UNKNOWN
     facts = divided(config, facts, Division(parts, grid.experts.size, grid.rollout.size))

@@ -423,6 +423,11 @@ class Worker:
         """The most tokens that have entered the role's model in a pass."""
         return self.roles[role].most_tokens
 
+    def most_experts(self) -> int:
+        """The most experts of a layer that the engine reads here, whole or in part."""
+        assert self.engine
+        return max((len(own) for own in self.engine.parameters() if own.ndim == 3), default=0)
+
     @property
     def actor(self) -> Policy:
         actor = self.roles["actor"]

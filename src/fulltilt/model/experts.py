@@ -11,7 +11,7 @@ nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that 
 An adapter on a stack of weights (`ADAPTERS`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
 pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
-Where the experts are divided among workers, what is in the attribute `SPLIT` of their module runs them (parallel/experts.py), with the same
+Where workers have some of the experts each, what is in the attribute `SPLIT` of their module runs them (parallel/experts.py), with the same
 products on sorted rows (`run_sorted`).
 
 Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
@@ -193,9 +193,12 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 def used_by_a_token(parameter: torch.Tensor, config: Any) -> int:
     """How many numbers of a parameter one token is multiplied with: with stacked experts, those of the token's experts only."""
-    if parameter.ndim < 3:
+    text = config.get_text_config()
+    active = getattr(text, "num_experts_per_tok", None)
+    if parameter.ndim < 3 or not active:
         return parameter.numel()
-    return parameter.numel() * getattr(config.get_text_config(), "num_experts_per_tok", len(parameter)) // len(parameter)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or len(parameter)
+    return parameter.numel() * active // experts  # on average, where a worker has some of the experts
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:

@@ -21,6 +21,7 @@ and write the cache in one kernel.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from fulltilt.kernels.linear import add_product, linear
 from fulltilt.kernels.rms_norm import rms_norm
 from fulltilt.kernels.rotary import rotary
 from fulltilt.model.attention import NAME, Decode, Scoring, decode_batch
+from fulltilt.model.stored import stored_weights
 from fulltilt.model.verify import random_documents, run_packed
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -541,6 +543,7 @@ STATES = ("hidden states", "hidden states under a gradient")
 # gradients. A forgotten term is as large as the whole. In float64 norms still round to float32, as in transformers.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 OF_GRADIENTS = 4.0
+SHALLOW_VOCABULARY = 512  # tokens of a model that stands for one without memory
 # A model and packs of documents -> numbers to compare, by name.
 Measure = Callable[[PreTrainedModel, Sequence[Sequence[np.ndarray]]], dict[str, torch.Tensor]]
 
@@ -551,6 +554,29 @@ def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
         return fuse(model)
     assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters()), "before the optimizer, or gradients would go there"
     return change_and_compare(model, fuse, unfuse, "fused", {"": numbers_of})
+
+
+def fuse_without_memory(model: PreTrainedModel) -> FusedReport:
+    """Fuse a model whose parameters are in files and are about to be shared out. Fused layers are compared on a body with two layers of the
+    same sizes and random parameters; raises WrongLayers where they do not compute the same."""
+    stored = stored_weights(model)
+    assert stored is not None
+    if obstacle_of(model.base_model) is None:
+        fuse_and_compare(shallow_body(model, stored.device))
+    return fuse(model)
+
+
+def shallow_body(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A body of the same class with the first two layers and few tokens."""
+    body: Any = model.base_model
+    config = copy.deepcopy(body.config)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = min(2, config.num_hidden_layers), SHALLOW_VOCABULARY, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        found: PreTrainedModel = type(body)._from_config(config, dtype=model.dtype)
+    return found.eval()
 
 
 def change_and_compare(

@@ -26,6 +26,7 @@ from fulltilt.blame import says_nothing
 from fulltilt.model import attention, experts
 from fulltilt.model.chat_template import read_template
 from fulltilt.model.folder import inspect_model
+from fulltilt.model.stored import READ_WHOLE, NotSliceable, StoredTensor, left_in_files, take_out
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 from fulltilt.shape import Shape, UnknownParameters
@@ -45,31 +46,36 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(config: ModelConfig, device: torch.device, path: str | Path | None = None, key: str = "model.path") -> PreTrainedModel:
-    """The model of `config`, or of another path with the same settings (a checkpoint, the reference role)."""
-    model, _ = read_model(AutoModelForCausalLM, "a causal language model", config, device, str(path or config.path), key)
+def load_model(
+    config: ModelConfig, device: torch.device, path: str | Path | None = None, key: str = "model.path", *, stored: bool = False
+) -> PreTrainedModel:
+    """The model of `config`, or of another path with the same settings (a checkpoint, the reference role). `stored`: as in `read_model`."""
+    what = "a causal language model"
+    model, _ = read_model(AutoModelForCausalLM, what, config, device, str(path or config.path), key, stored=stored)
     return model
 
 
 def read_model(
-    kind: Any, what: str, config: ModelConfig, device: torch.device, source: str, key: str
+    kind: Any, what: str, config: ModelConfig, device: torch.device, source: str, key: str, *, stored: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names `source`,
-    for messages."""
+    for messages. `stored`: leave parameters in the files, where these can be read in parts (model/stored.py)."""
     found = check_model(config, source, key, kind)
     transformers_logging.disable_progress_bar()
     failure = f"{source} could not be loaded as {what}"
     with reading(failure, key, source, "config.json and the files of its weights"), loading_report() as said:
         refuse_larger_than_files(found, partial(kind.from_config, found, trust_remote_code=config.trust_remote_code), source, key)
+        load = partial(
+            kind.from_pretrained,
+            source,
+            dtype=choose_dtype(config.dtype, device),
+            attn_implementation=attention.register(),
+            experts_implementation=experts.register(),
+            output_loading_info=True,
+            **origin(config, source),
+        )
         try:
-            model, report = kind.from_pretrained(
-                source,
-                dtype=choose_dtype(config.dtype, device),
-                attn_implementation=attention.register(),
-                experts_implementation=experts.register(),
-                output_loading_info=True,
-                **origin(config, source),
-            )
+            model, report = load_from(load, in_parts=stored)
         except RuntimeError:
             refuse_incomplete([], MISMATCH.findall("\n".join(said)), source, key)
             raise
@@ -82,9 +88,26 @@ def read_model(
                 "mix. Use a model of another architecture: docs/models.md lists those that run"
             ) from error
     refuse_incomplete(sorted(report["missing_keys"]), [], source, key)
+    if any(isinstance(parameter, StoredTensor) for parameter in model.parameters()):
+        take_out(model, device, source, key)
+        return model.eval(), report
     # Evaluation mode throughout: dropout would make training disagree with rollout, which runs the same weights.
     model.to(device).eval()
     refuse_not_finite(model.named_parameters(), source, key)
+    return model, report
+
+
+def load_from(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], *, in_parts: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """What `load` loads. `in_parts`: with its parameters left in the files; where that fails, the model says why it was read whole."""
+    why = None
+    if in_parts:
+        try:
+            with left_in_files():
+                return load()
+        except Exception as error:  # a mistake in the files is found again, and told, where they are read whole
+            why = str(error) if isinstance(error, NotSliceable) else f"{type(error).__name__}: {first_line(error)}"
+    model, report = load()
+    setattr(model, READ_WHOLE, why)
     return model, report
 
 

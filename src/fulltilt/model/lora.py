@@ -26,6 +26,7 @@ from fulltilt.blame import says_nothing
 from fulltilt.model import experts
 from fulltilt.model.folder import inspect_adapter
 from fulltilt.model.load import refuse_not_finite
+from fulltilt.model.stored import standing_in
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig
 from fulltilt.words import first_line, listed
@@ -55,7 +56,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
     if path:
         refuse_other_settings(model, config, settings, path)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), standing_in(model):
             warnings.simplefilter("ignore")  # everything that peft warns of is checked here
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, NAME)

@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from fulltilt.model.attention import Context, Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import origin, read_model, refuse_not_finite
+from fulltilt.model.stored import stored_weights
 from fulltilt.model.verify import verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
@@ -63,27 +64,30 @@ def decoder_layers(model: torch.nn.Module, otherwise: str) -> list[torch.nn.Modu
 
 
 def load_scalar(
-    config: ModelConfig, device: torch.device, path: str | Path | None = None, *, key: str, head: Literal["new", "required"]
-) -> ScalarModel:
+    config: ModelConfig, device: torch.device, path: str | Path | None = None, *, key: str, head: Literal["new", "required"],
+    stored: bool = False,
+) -> ScalarModel:  # fmt: skip
     """The model of `path`, or of `config`, with one number for each token. `key` is the setting that names it, for messages.
 
     `head`: "required" refuses files without a head, since a reward model would score at random; "new" starts a missing head from zeros.
     Then every value is 0 and the first advantages are the rewards, without noise of their own size. Training can start from zeros: the
-    first update changes the head alone, the following ones the body too.
+    first update changes the head alone, the following ones the body too. `stored`: leave the body's parameters in the files
+    (model/stored.py), and the body to be verified by the caller.
     """
     source = str(path or config.path)
-    body, report = read_model(AutoModel, "a transformer", config, device, source, key)
-    stored = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
-    if not stored and head == "required":
+    body, report = read_model(AutoModel, "a transformer", config, device, source, key, stored=stored)
+    of_head = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
+    if not of_head and head == "required":
         raise UserError(
             f"{key}: {source} has no score head ({WEIGHT}): it is not a reward model. Give a model that was trained for sequence "
             "classification with one label"
         )
-    verify(body, key)
+    if not stored:
+        verify(body, key)
     width = width_of(body)
-    score = torch.nn.Linear(width, 1, bias=BIAS in stored, dtype=torch.promote_types(body.dtype, torch.float32))
+    score = torch.nn.Linear(width, 1, bias=BIAS in of_head, dtype=torch.promote_types(body.dtype, torch.float32))
     for name, parameter in score.named_parameters():
-        tensor = stored.get(f"score.{name}", torch.zeros_like(parameter))
+        tensor = of_head.get(f"score.{name}", torch.zeros_like(parameter))
         if tensor.shape != parameter.shape:
             raise UserError(
                 f"{key}: the score head of {source} (score.{name}) has the shape {list(tensor.shape)}, not {list(parameter.shape)}: one "
@@ -96,7 +100,10 @@ def load_scalar(
 
 @torch.no_grad()
 def width_of(body: PreTrainedModel) -> int:
-    """The width of the body's results, which some families project to another width than that of their layers."""
+    """The width of the body's results, which some families project to another width than that of their layers. Those cannot be divided or
+    shared out, so a body whose parameters are in files has the usual one; verifying it would show another."""
+    if stored_weights(body) is not None:
+        return int(body.config.get_text_config().hidden_size)
     first = torch.zeros(1, dtype=torch.int64, device=body.device)
     return hidden_states(body, first, first, Packed.of([0, 1], body.device)).shape[-1]
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from fulltilt.blame import says_nothing
 from fulltilt.model.arrays import to_device
 from fulltilt.model.attention import Context, Decode, LayerShape, Packed, Paged, UnsupportedModel
-from fulltilt.model.forward import hidden_states
-from fulltilt.model.heads import VOCABULARY_PART, Head, token_logprobs
+from fulltilt.model.forward import computing_type, hidden_states, in_one_pass
+from fulltilt.model.heads import VOCABULARY_PART, Head, gather_vocabulary, token_logprobs
 from fulltilt.records import UserError
 from fulltilt.words import first_line, listed, many
 
@@ -134,7 +134,7 @@ def verify_packing(
     size = max(1.0, float(torch.cat([numbers.flatten() for numbers in together]).abs().mean()) / USUAL_SIZE)
     order = [2, 0, 3, 1]
     permuted, _ = measure([documents[index] for index in order])
-    allowed = max(2 * mean_gap([together[index] for index in order], permuted), size * ROUNDING[model.dtype])
+    allowed = max(2 * mean_gap([together[index] for index in order], permuted), size * ROUNDING[computing_type(model)])
     alone = [measure([document])[0][0] for document in documents]
     gap_alone = mean_gap(together, alone)
     if not gap_alone <= allowed:
@@ -192,7 +192,7 @@ def address_of(cache: torch.Tensor) -> torch.Tensor:
 def rounding_of_equal_shapes(model: PreTrainedModel) -> float:
     """Equal shapes round equally, except where experts get other numbers of tokens and their products other sizes."""
     experts = any(hasattr(module, "num_experts") for module in model.modules())
-    return ROUNDING[model.dtype] if experts else ROUNDING[model.dtype] / 80
+    return ROUNDING[computing_type(model)] if experts else ROUNDING[computing_type(model)] / 80
 
 
 def refuse_by_configuration(model: PreTrainedModel) -> None:
@@ -230,12 +230,15 @@ def rope_types(parameters: Any) -> set[str]:
 
 
 def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
-    hidden, seen = run_packed(model, documents)
-    results = []
-    for states, document in zip(hidden, documents, strict=True):
-        targets = torch.from_numpy(document[1:]).to(model.device)
-        results.append(token_logprobs(states[:-1], Head.of(model), targets, 1.0)[0])
-    return results, seen
+    def compute() -> tuple[list[torch.Tensor], PassedLayers]:
+        hidden, seen = run_packed(model, documents)
+        results = []
+        for states, document in zip(hidden, documents, strict=True):
+            targets = torch.from_numpy(document[1:]).to(model.device)
+            results.append(token_logprobs(states[:-1], Head.of(model), targets, 1.0)[0])
+        return results, seen
+
+    return in_one_pass(model, compute)
 
 
 def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
@@ -270,6 +273,8 @@ def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> tuple[torch.Te
     positions = torch.arange(len(ids), device=model.device)
     context = Packed.of([0, len(ids)], model.device)
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, fulltilt=context).logits[0]
+    if (part := getattr(model, VOCABULARY_PART, None)) is not None:
+        logits = gather_vocabulary(logits, part)
     wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
     rounded = torch.finfo(logits.dtype).eps * float(wide.abs().amax(-1).mean())
     return torch.log_softmax(wide, -1).gather(1, ids[1:, None])[:, 0], rounded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
@@ -121,8 +121,9 @@ def vocabulary_rows(vocabulary: int, size: int) -> int:
 # ---- which sizes are legal -------------------------------------------------------------------------------------------------------------
 
 
-def why_not(shape: Shape, size: int) -> str | None:
-    """Why a model cannot be cut for so many members; None: it can."""
+def why_not(shape: Shape, size: int, *, whole_experts: bool = False) -> str | None:
+    """Why a model cannot be cut for so many members; None: it can. `whole_experts`: each member has some of the experts, and not a part of
+    every one."""
     if size > 1 and shape.family and shape.family.whole_head_norms:
         return "its norms of queries and keys are over all heads at once"
     for layer in shape.layers:
@@ -132,7 +133,7 @@ def why_not(shape: Shape, size: int) -> str | None:
             return f"the model has {layer.key_heads} key-value heads, which can be divided among the members or duplicated, but not both"
         inner = {"its gated layers are": layer.inner}
         if layer.experts:
-            inner = {"its experts are": layer.experts.inner, "its shared experts are": layer.experts.shared_inner}
+            inner = {"its experts are": 0 if whole_experts else layer.experts.inner, "its shared experts are": layer.experts.shared_inner}
         for words, width in inner.items():
             if width % size:
                 return f"{words} {width} numbers wide"
@@ -141,16 +142,18 @@ def why_not(shape: Shape, size: int) -> str | None:
     return None
 
 
-def legal_sizes(shape: Shape, workers: int = 0) -> list[int]:
+def legal_sizes(shape: Shape, workers: int = 0, *, whole_experts: bool = False) -> list[int]:
     """Among how many workers each layer may be divided. `workers`: a number that the sizes divide; 0: any."""
     most = min((layer.heads for layer in shape.layers), default=1)
-    return [size for size in range(1, most + 1) if workers % size == 0 and why_not(shape, size) is None]
+    sizes = legal_expert_sizes(shape) if whole_experts and expert_counts(shape) else range(1, most + 1)
+    return [size for size in sizes if workers % size == 0 and why_not(shape, size, whole_experts=whole_experts) is None]
 
 
-def require_legal(shape: Shape, size: int, key: str) -> None:
+def require_legal(shape: Shape, size: int, key: str, *, whole_experts: bool = False) -> None:
     """`key`: the setting that gives the size."""
-    if (reason := why_not(shape, size)) is not None:
-        raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal_sizes(shape), 32)}")
+    if (reason := why_not(shape, size, whole_experts=whole_experts)) is not None:
+        legal = legal_sizes(shape, whole_experts=whole_experts)
+        raise UserError(f"{key} = {size}: {reason}. Legal sizes for this model: {listed(legal, 32)}")
 
 
 def why_not_experts(shape: Shape, size: int) -> str | None:
@@ -176,6 +179,20 @@ def require_legal_experts(shape: Shape, size: int, key: str) -> None:
 def expert_counts(shape: Shape) -> list[int]:
     """The different numbers of experts that layers of the model have."""
     return sorted({layer.experts.count for layer in shape.layers if layer.experts})
+
+
+def whole_experts_in_rollouts(given: int | Literal["auto"], rollout: int, tensor: int, experts: int, shape: Shape) -> bool:
+    """Whether each of the `rollout` members that sample together has some of the experts whole, and not a part of every one.
+
+    `given`: the setting for it. `tensor`, `experts`: among how many members of a tensor-parallel group each layer that learns is divided,
+    and its experts are. `auto`: as these have them where both groups have equally many members, since the engine then reads what learns;
+    otherwise wherever the number of experts allows it, which keeps products wide.
+    """
+    if rollout == 1 or not expert_counts(shape):
+        return False
+    if given != "auto":
+        return given > 1
+    return experts > 1 if rollout == tensor else why_not_experts(shape, rollout) is None
 
 
 def legal_sequence_sizes(shape: Shape, workers: int, parts: int = 1) -> list[int]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ import torch.nn.functional as F
 
 from fulltilt.model import lora
 from fulltilt.model.attention import UnsupportedModel
-from fulltilt.model.experts import SPLIT, Route, has_interface, projections, run_sorted, runs_here, weighted_sum
+from fulltilt.model.experts import SPLIT, Route, SplitExperts, has_interface, projections, run_sorted, runs_here, weighted_sum
 from fulltilt.model.load import shape_of
-from fulltilt.parallel.cuts import Cut, even, require_legal_experts
+from fulltilt.parallel.cuts import Cut, require_legal_experts
 from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.parallel.sequence import exchange
-from fulltilt.parallel.slices import SliceTable
+from fulltilt.parallel.slices import SliceTable, whole_adapter_cuts
 
 KEY = "train.expert_parallel"
 REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
@@ -73,13 +73,18 @@ def split_experts(model: torch.nn.Module, ranks: Ranks) -> ExpertSplit:
     """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made."""
     assert not ranks.alone
     found = ExpertSplit(model, expert_table(model, ranks.size), ranks, shapes_of(model), ExpertExchange(ranks))
-    for _, layer in stacked_adapters(model):
-        layer.num_experts //= ranks.size
-    for _, module in expert_modules(model):
-        module.num_experts //= ranks.size
-        setattr(module, SPLIT, found.exchange)
+    hand_over(model, found.exchange, ranks.size)
     cut_parameters(model, found.table, ranks.rank)
     return found
+
+
+def hand_over(model: torch.nn.Module, runner: SplitExperts, size: int) -> None:
+    """Let `runner` run the experts of a model, of which each of `size` workers has as many as the others."""
+    for _, layer in stacked_adapters(model):
+        layer.num_experts //= size
+    for _, module in expert_modules(model):
+        module.num_experts //= size
+        setattr(module, SPLIT, runner)
 
 
 def expert_table(model: torch.nn.Module, size: int) -> SliceTable:
@@ -100,10 +105,8 @@ def expert_table(model: torch.nn.Module, size: int) -> SliceTable:
                 )
             cuts[f"{prefix}.{leaf}"] = Cut.rows(len(parameter), size)
     for prefix, layer in stacked_adapters(model):
-        # peft numbers the ranks of all experts: expert by expert in A, rank by rank in B.
-        experts, rank = layer.num_experts, layer.r[lora.NAME]
-        cuts[f"{prefix}.lora_A.{lora.NAME}.weight"] = Cut.rows(experts * rank, size)
-        cuts[f"{prefix}.lora_B.{lora.NAME}.weight"] = Cut(1, (even(experts, size),) * rank)
+        own = whole_adapter_cuts(layer.num_experts, layer.r[lora.NAME], size)
+        cuts |= {f"{prefix}.lora_{side}.{lora.NAME}.weight": cut for side, cut in own.items()}
     return SliceTable(size, cuts)
 
 
@@ -162,14 +165,10 @@ class ExpertExchange:
         return here.unsort(run_sorted(module, here.sort(rows), here))
 
     def _run_gathered(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        experts, wide = module.num_experts, torch.promote_types(shares.dtype, torch.float32)
+        wide = torch.promote_types(shares.dtype, torch.float32)
         tokens = self._gather(hidden_states)
         chosen, shares = self._gather(torch.cat([chosen.to(wide), shares.to(wide)], dim=1)).chunk(2, dim=1)  # numbers of experts are exact
-        number = chosen.long() - self.ranks.rank * experts
-        here = (number >= 0) & (number < experts)
-        route = Route.of(torch.where(here, number, experts), experts, all_live=False)
-        results = route.unsort(run_sorted(module, route.sort(tokens, number.shape[1]), route))
-        sums = weighted_sum(results.to(wide), shares).contiguous()
+        sums = weighted_sum(run_stretch(module, tokens, chosen, self.ranks.rank).to(wide), shares).contiguous()
         found = sums.new_empty(hidden_states.shape)
         self.ranks.moved["reduce-scatter"] += sums.nbytes
         reduce_into(found, sums, group=self.ranks.group)
@@ -181,6 +180,28 @@ class ExpertExchange:
         self.ranks.moved["all-gather"] += found.nbytes
         gather_into(found, own.contiguous(), group=self.ranks.group)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class OwnExperts:
+    """Runs the experts that a member of a tensor-parallel group has, for the tokens of the whole group, which every member has. Results are
+    those of its experts alone: they are summed over members behind the layer, as those of all its other parts are."""
+
+    rank: int
+    waits: bool = field(default=False, init=False)
+
+    def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """`chosen` [T, k] counts the experts of all members."""
+        return weighted_sum(run_stretch(module, hidden_states, chosen, self.rank), shares).to(hidden_states.dtype)
+
+
+def run_stretch(module: Any, tokens: torch.Tensor, chosen: torch.Tensor, rank: int) -> torch.Tensor:
+    """The results [T * k, width] of the module's experts, which are the `rank`-th stretch of all; zeros for choices of others. The number
+    of rows that are computed does not depend on the choices, so that a CUDA graph can hold it."""
+    number = chosen.long() - rank * module.num_experts
+    here = (number >= 0) & (number < module.num_experts)
+    route = Route.of(torch.where(here, number, module.num_experts), module.num_experts, all_live=False)
+    return route.unsort(run_sorted(module, route.sort(tokens, chosen.shape[1]), route))
 
 
 class _Sent(torch.autograd.Function):

@@ -63,7 +63,7 @@ def of_whole(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
 def of_shards(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
     """Every worker has some rows of each parameter, as many as the first of its group, which are their own masters where they learn."""
     layout = lay_out_rows(sizes, sharding.group)
-    parameters = sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(sizes))
+    parameters = shard_bytes(sizes, sharding.group)
     gradients = sum(layout.width(str(place)) * own.wide for place, own in learning(sizes))
     owned = [(length(layout.own(str(place), rank % sharding.group)) * own.wide, False) for place, own in learning(sizes)]
     return Holdings(parameters, gradients, state_bytes(owned))
@@ -115,26 +115,34 @@ def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
 
 
 @cache
-def loading_bytes(sizes: Sizes, sharding: Sharding, *, fused: bool, stays: bool) -> int:
-    """About the most bytes that a model takes while it is loaded whole, compared with its fused layers if they are fused, and shared out
-    unit by unit. `stays`: whether its whole parameters stay for a rollout engine.
+def loading_bytes(sizes: Sizes, sharding: Sharding, itemsize: int, *, fused: bool, stays: bool) -> int:
+    """About the most bytes that a model takes while it is loaded, where parameters are shared out. `stays`: whether a rollout engine keeps
+    its parameters beside the shards: then they are loaded before it is shared out. Otherwise each worker reads its rows alone.
 
-    Comparing takes two sets of gradients of two layers. A unit that is shared out has its shards and its whole parameters, those that learn
-    as wide as their shards; units before it have only shards, and those behind it are as they were loaded.
+    Comparing fused layers takes two sets of gradients of two layers; where the model has no parameters yet, also two layers that stand for
+    it. Verifying a model that is shared out takes what a pass without gradients does. A unit that is shared out has its shards and its
+    whole parameters, those that learn as wide as their shards.
     """
-    whole, units = sum(own.bytes for own in sizes), units_of(sizes)
-    if not sharding.parameters:
-        return whole
-    of_layers = (sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if fused and layer is not None)
-    most, rest, shards = whole + 4 * max(of_layers, default=0), whole, 0
+    whole, units, shards = sum(own.bytes for own in sizes), units_of(sizes), 0
+    of_layers = [sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if fused and layer is not None]
+    compared = 4 * max(of_layers, default=0)
+    if not stays:
+        standing_in = [sum(own.bytes for own in unit) for layer, unit in units if fused and layer is not None]
+        held = sum(shard_bytes(unit, sharding.group) for _, unit in units)
+        passing = tuple(replace(own, learns=False) for own in sizes)
+        return max(held + passing_bytes(passing, sharding, itemsize), compared + 2 * max(standing_in, default=0))
+    most = whole + compared
     for _, unit in units:
-        layout = lay_out_rows(unit, sharding.group)
         widened = sum(own.count * own.wide for own in unit if own.learns and own.wide > own.itemsize)
-        replaced = sum(own.bytes for own in unit if own.learns and own.wide > own.itemsize and not stays)
-        shards += sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(unit))
-        most = max(most, rest - replaced + widened + shards)
-        rest -= 0 if stays else sum(own.bytes for own in unit)
+        shards += shard_bytes(unit, sharding.group)
+        most = max(most, whole + widened + shards)
     return most
+
+
+def shard_bytes(sizes: Sizes, group: int) -> int:
+    """Bytes of a worker's rows, those that learn as wide as their masters."""
+    layout = lay_out_rows(sizes, group)
+    return sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(sizes))
 
 
 def units_of(sizes: Sizes) -> list[tuple[int | None, Sizes]]:

@@ -6,10 +6,11 @@ module that is not known to compute right in parts is refused by name.
 
     queries, keys, values, gate, up    rows; of heads, keys and values duplicated where there are fewer heads than members
     the projections behind them        columns; their biases are whole
-    stacked experts                    the same, within each expert
+    stacked experts                    the same, within each expert; or by expert, so that each member has some of them whole
     embeddings                         rows, of which the last member may have fewer
     norms, routers, a critic's score   whole
     adapters                           rows of B where the layer is cut by rows, columns of A where it is cut by columns; the other is whole
+    adapters on whole experts          with their experts
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import torch
 
 from fulltilt.model import lora
 from fulltilt.model.attention import UnsupportedModel
-from fulltilt.model.experts import has_interface
+from fulltilt.model.experts import has_interface, projections
 from fulltilt.model.load import shape_of
 from fulltilt.model.scalar import ScalarModel, decoder_layers
-from fulltilt.parallel.cuts import Cut, Section, even, require_legal, vocabulary_rows
+from fulltilt.parallel.cuts import Cut, Section, even, expert_counts, require_legal, require_legal_experts, vocabulary_rows
 
-KEY = "train.tensor_parallel"
+KEY, EXPERTS_KEY = "train.tensor_parallel", "train.expert_parallel"
 REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"), ("o_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -73,25 +74,32 @@ def join(cut: Cut, parts: Sequence[torch.Tensor], *, add: bool = False) -> torch
     return whole
 
 
-def slice_table(model: torch.nn.Module, size: int) -> SliceTable:
-    """The table of a whole model, with its adapters."""
-    require_legal(shape_of(model.config), size, KEY)  # type: ignore[arg-type]
+def slice_table(model: torch.nn.Module, size: int, *, whole_experts: bool = False) -> SliceTable:
+    """The table of a whole model, with its adapters. `whole_experts`: each member has some of the experts, and not a part of every one."""
+    shape = shape_of(model.config)  # type: ignore[arg-type]
+    require_legal(shape, size, KEY, whole_experts=whole_experts)
+    if whole_experts and expert_counts(shape):
+        require_legal_experts(shape, size, EXPERTS_KEY)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied embedding has two names
     blocks = {module: block for block in parallel_blocks(model) for module in block.modules()}
-    cuts = {name: cut_of(model, blocks, name, parameter, size) for name, parameter in parameters.items() if ".lora_" not in name}
+    plain = {name: parameter for name, parameter in parameters.items() if ".lora_" not in name}
+    cuts = {name: cut_of(model, blocks, name, parameter, size, whole_experts=whole_experts) for name, parameter in plain.items()}
     if len(cuts) < len(parameters):
         cuts |= adapter_cuts(model, cuts, size)
     return SliceTable(size, {name: cuts[name] for name in parameters})
 
 
-def cut_of(model: torch.nn.Module, blocks: Mapping[torch.nn.Module, Any], name: str, parameter: torch.Tensor, size: int) -> Cut:
+def cut_of(
+    model: torch.nn.Module, blocks: Mapping[torch.nn.Module, Any], name: str, parameter: torch.Tensor, size: int, *, whole_experts: bool
+) -> Cut:
     """`blocks`: the attention or feed-forward layer that each module belongs to."""
     owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     short, block = lora.plain_name(name).split(".")[-2], blocks.get(owner)
     if owner in embeddings_of(model):
         return Cut(0, (Section(len(parameter), vocabulary_rows(len(parameter), size)),))
     if has_interface(owner):
-        return expert_cut(owner, name, leaf, parameter, size)
+        cut = whole_expert_cut if whole_experts else expert_cut
+        return cut(owner, name, leaf, parameter, size)
     if block is not None and isinstance(owner, torch.nn.Linear) and short in ROWS:
         return Cut(0, row_sections(block, name, owner, short, size))
     if block is not None and isinstance(owner, torch.nn.Linear) and short in COLUMNS:
@@ -134,6 +142,19 @@ def expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor, size
     raise refusal(name, experts)
 
 
+def whole_expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor, size: int) -> Cut:
+    """Stacked experts and their biases, by expert."""
+    stacks = {f"{stack}{end}" for stack in projections(experts) for end in ("", "_bias")}
+    if leaf not in stacks or len(parameter) != experts.num_experts or experts.num_experts % size:
+        raise refusal(name, experts)
+    return Cut.rows(len(parameter), size)
+
+
+def whole_adapter_cuts(experts: int, rank: int, size: int) -> dict[str, Cut]:
+    """Adapters of stacked experts, by expert. peft numbers the ranks of all experts: expert by expert in A, rank by rank in B."""
+    return {"A": Cut.rows(experts * rank, size), "B": Cut(1, (even(experts, size),) * rank)}
+
+
 def adapter_cuts(model: torch.nn.Module, cuts: Mapping[str, Cut], size: int) -> dict[str, Cut]:
     """A layer cut by rows has its rows of B, and all of A; one cut by columns has its columns of A, and all of B."""
     found: dict[str, Cut] = {}
@@ -142,7 +163,9 @@ def adapter_cuts(model: torch.nn.Module, cuts: Mapping[str, Cut], size: int) -> 
         cut, stacked = plain[f"{lora.plain_name(name)}.{lora.target_of(layer)}"], has_interface(layer.get_base_layer())
         weights = {side: getattr(layer, f"lora_{side}")[lora.NAME].weight for side in "AB"}
         own = {side: Cut.whole(len(weight), size) for side, weight in weights.items()}
-        if cut != Cut.whole(cut.length, size):
+        if stacked and cut.dim == 0:
+            own = whole_adapter_cuts(layer.num_experts, layer.r[lora.NAME], size)
+        elif cut != Cut.whole(cut.length, size):
             outer = (2 if layer.get_base_layer().is_transposed else 1) if stacked else 0
             own |= {"B": cut.at(0)} if cut.dim == outer else {"A": cut.at(1)}
         found |= {f"{name}.lora_{side}.{lora.NAME}.weight": each for side, each in own.items()}

@@ -19,6 +19,9 @@ must make the same passes.
     head           own part of the vocabulary, sums     own part of the vocabulary
     score          own tokens, all-gather               own tokens
 
+Experts are divided like other feed-forward layers, a part of each to every member; or each member has some of them whole (`whole_experts`),
+and computes the tokens that routers send to these, of all that the layer sees anyway. Routers are whole, and choose alike on all members.
+
 A decoding step has few tokens, whose cost is the number of collectives: there every member has all tokens between the layers too, and one
 all-reduce behind a layer takes the place of the two others.
 
@@ -48,6 +51,7 @@ from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import Section, vocabulary_rows
+from fulltilt.parallel.experts import OwnExperts, hand_over
 from fulltilt.parallel.layout import EXCHANGE_BYTES
 from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
@@ -167,6 +171,7 @@ class TensorSplit(ModelPart):
     """A model that is divided among the members of a group, as this member has it."""
 
     exchange: TokenExchange
+    whole_experts: bool = False  # whether this member has some of the experts, and not a part of every one
 
     def saved_as(self, name: str) -> str | None:
         """What all members hold, the first one saves."""
@@ -229,11 +234,14 @@ class TensorSplit(ModelPart):
 
 
 @torch.no_grad()
-def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
+def split(model: torch.nn.Module, ranks: Ranks, *, whole_experts: bool = False) -> TensorSplit:
     """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
-    optimizer is made."""
+    optimizer is made. `whole_experts`: each member has some of the experts, if there are any, and not a part of every one."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
-    found = TensorSplit(model, slice_table(model, ranks.size), ranks, shapes_of(model), TokenExchange(ranks))
+    table = slice_table(model, ranks.size, whole_experts=whole_experts)
+    found = TensorSplit(model, table, ranks, shapes_of(model), TokenExchange(ranks), whole_experts)
+    if whole_experts:
+        hand_over(model, OwnExperts(ranks.rank), ranks.size)
     divide_vocabulary(model, found)
     for block in parallel_blocks(model):
         if hasattr(block, "o_proj"):
@@ -243,7 +251,7 @@ def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
         block.register_forward_hook(scatter_behind(found.exchange))
         if ranks.rank:
             leave_out_biases(block)
-    cut_parameters(model, found.table, ranks.rank)
+    cut_parameters(model, table, ranks.rank)
     return found
 
 

@@ -277,12 +277,13 @@ def shared_numbers(shape: Shape, size: int, *, score: int = 0) -> int:
 
 
 def shared_adapter_numbers(
-    shape: Shape, size: int, rank: int, targets: Iterable[str] | Literal["all-linear"] = "all-linear", stacked: Iterable[str] = ()
-) -> int:
+    shape: Shape, size: int, rank: int, targets: Iterable[str] | Literal["all-linear"] = "all-linear", stacked: Iterable[str] = (),
+    *, whole_experts: bool = False,
+) -> int:  # fmt: skip
     """The same, where only adapters learn: of each the side that is not cut, and rows of the other one where keys and values are
-    duplicated."""
+    duplicated; none of those on experts that are whole, which one member has."""
     found = 0
-    for layer, name, (inner, outer, copies) in shape.adapted(targets, stacked):
+    for layer, name, (inner, outer, copies) in shape.adapted(targets, () if whole_experts else stacked):
         whole = {"A": not name.endswith(COLUMNS), "B": name.endswith((*COLUMNS, ROUTER))}
         found += rank * copies * (whole["A"] * inner + whole["B"] * outer) + rank * duplicated_rows(layer, name, size)
     return found

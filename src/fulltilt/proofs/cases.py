@@ -119,6 +119,8 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
     yield ProofCase("rollout.cuda_graphs", "rollout", measure.LAUNCHES, change="to less than half", needs_cuda=REFUSED)
     divided: Settings = {"cluster.workers": 2, "train.tensor_parallel": 2}
     yield ProofCase("rollout.tensor_parallel", "rollout", measure.held("parameters", "rollout"), 1, 2, divided)
+    experts: Settings = {"cluster.workers": 2, "rollout.tensor_parallel": 2, "model.path": setup.model_of_experts}
+    yield ProofCase("rollout.expert_parallel", "rollout", measure.EXPERTS, 1, 2, experts)
     yield ProofCase("rollout.log_stats", "rollout", measure.LOG_LINES, change="more")
     yield ProofCase("rollout.log_stats", "rollout", measure.ROLLOUT_METRICS, change="more")
     yield ProofCase("rollout.engine", "rollout", measure.NATIVE_SAMPLES, "vllm", "native", change="more", off_is_refused=True)

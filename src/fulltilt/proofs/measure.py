@@ -246,6 +246,7 @@ HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: step
 LARGEST_PREFILL = Measurement(
     "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen, _ in step.engine_passes)
 )
+EXPERTS = Measurement("experts of a layer on a worker, rollout", "experts", lambda step, role: step.parts.crew.most_experts())
 LONGEST_STALL = Measurement("longest decode stall, in tokens prefilled during it", "tokens", count_stall)
 LAUNCHES = Measurement("launches by the host per decode step", "launches", count_launches)
 LOG_LINES = Measurement(
