@@ -111,7 +111,7 @@ class RoleFacts:
 
     def part(self, parts: int, experts: int = 1) -> RoleFacts:
         """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded."""
-        if experts > 1 and expert_counts(self.shape):
+        if experts > 1:
             return self.with_experts(experts)
         shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
         return replace(self, shape=shape, parameter_bytes=self.parameter_bytes // parts, trained=self.trained // parts)
@@ -119,6 +119,8 @@ class RoleFacts:
     def with_experts(self, size: int) -> RoleFacts:
         """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded. Adapters are counted with what
         all workers have."""
+        if size == 1 or not expert_counts(self.shape):
+            return self
         counts = [self.shape.expert_parameters(layer) for layer in self.shape.layers]
         of_experts, all_learn = sum(counts), self.trained >= self.parameter_bytes // self.itemsize
         common = replace(
