@@ -37,6 +37,8 @@ COMMANDS = {
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
     "chat": ["MODEL|RUN_DIR", "--system", "--step", "--plain", "--max-new-tokens", "--temperature", "--seed"],
     "doctor": ["--json"],
+    "verl": ["--dry-run", "--write", "--retune", "--gpu-memory", "--set", "--json", "--quiet"],
+    "chatlearn": ["CONFIG.yaml", "--dry-run", "--write", "--retune", "--json", "--quiet"],
     "knobs": ["WORD", "--all", "--json"],
     "init": ["TASK", "FILE", "--model", "--data", *TASKS],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,8 +58,13 @@ def counting(folder: Path) -> Iterator[list[int]]:
     the folder that are mapped into memory, too: they are left out, by their sizes."""
     found: list[int] = []
     mapped = {file.stat().st_size for file in folder.iterdir()}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        yield found
+    gc.collect()  # a model that is freed inside would be counted as less than before
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            yield found
+    finally:
+        gc.enable()
     results: Any = profiled.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]" and abs(event.nbytes()) not in mapped]
     taken = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -35,6 +35,11 @@ from fulltilt.interrupts import interrupts_repeated
 from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
+
+if TYPE_CHECKING:
+    from fulltilt.api import TrainResult
+    from fulltilt.compat.translate import Translation
+    from fulltilt.observe.console import Console
 
 UsageError: Any = typer.BadParameter.__base__  # a class of typer, or of click before typer had its own
 # What the system refuses without the name of a file, if it is this program that asked for something wrong.
@@ -228,7 +233,10 @@ def train(
             tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     console = Console(json=as_json, quiet=quiet)
-    result = api.train(run, overrides=overrides or (), console=console)
+    show_result(api.train(run, overrides=overrides or (), console=console), console)
+
+
+def show_result(result: TrainResult, console: Console) -> None:
     if result.interrupted:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes sends it more than once, and the process is ending anyway
         saved = "and saved" if result.steps else "with nothing to save yet"
@@ -468,6 +476,89 @@ def knobs(
 
     listing = ledger.listing(words or [], everything=everything, as_json=as_json)
     (print if as_json else tell)(listing)
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what each key becomes, and the run file. Needs no files, hub or GPUs.")]
+Write = Annotated[Path | None, option("RUN.toml", "Save the run file, with where each key comes from. Nothing is overwritten.")]
+Retune = Annotated[bool, typer.Option("--retune", help="Leave performance settings to auto, whatever is given.")]
+GpuMemory = Annotated[float | None, option("GIB", "Memory of one GPU. Default: that of this machine's.", min=1)]
+Set = Annotated[
+    list[str] | None, option("KEY=VALUE", "Override a key of the run file, for example run.steps=10. May be repeated.", "--set")
+]
+THEIRS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True}
+
+
+@app.command(context_settings=THEIRS)
+def verl(
+    ctx: typer.Context,
+    dry_run: DryRun = False,
+    write: Write = None,
+    retune: Retune = False,
+    gpu_memory: GpuMemory = None,
+    settings: Set = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run what a verl command asks for: give its arguments as they stand, or SCRIPT.sh, which is read and never executed.
+
+    Every key is answered: honoured, means nothing here, or refused. docs/coming-from.md has examples."""
+    from fulltilt.compat import command
+    from fulltilt.compat.surroundings import Surroundings
+
+    translation = command.from_verl(ctx.args, Surroundings.here(gpu_memory), retune=retune)
+    run_translated(translation, dry_run, write, settings, as_json, quiet)
+
+
+@app.command(context_settings=THEIRS)
+def chatlearn(
+    ctx: typer.Context,
+    config: Annotated[Path, argument("CONFIG.yaml", "ChatLearn's configuration. Overrides may follow: runtime_args.num_episode=10")],
+    dry_run: DryRun = False,
+    write: Write = None,
+    retune: Retune = False,
+    gpu_memory: GpuMemory = None,
+    settings: Set = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run what a configuration of ChatLearn's asks for. Every key is answered: honoured, means nothing here, or refused."""
+    from fulltilt.compat import command
+    from fulltilt.compat.surroundings import Surroundings
+
+    translation = command.from_chatlearn(config, ctx.args, Surroundings.here(gpu_memory), retune=retune)
+    run_translated(translation, dry_run, write, settings, as_json, quiet)
+
+
+def run_translated(
+    translation: Translation, dry_run: bool, write: Path | None, overrides: list[str] | None, as_json: bool, quiet: bool
+) -> None:
+    """Show a translation, save its run file, or train."""
+    from fulltilt.compat import command
+
+    translation = command.overridden(translation, overrides or ())
+    if write is not None:
+        try:
+            with open(write, "x", encoding="utf-8") as file:
+                file.write(command.run_file(translation))
+        except FileExistsError:
+            raise UserError(f"{write} exists already, and nothing is overwritten. Choose another name") from None
+        tell(f"wrote {write}", sys.stderr)
+    if dry_run:
+        shown = f"{command.shown(translation)}\n\nthe run file:\n\n{command.run_file(translation)}"
+        print(json.dumps(command.as_document(translation), indent=1, default=str)) if as_json else tell(shown)
+    elif not quiet and not as_json:
+        tell(command.shown(translation), sys.stderr)
+    if translation.problems and not dry_run:
+        told = "\n".join(f"  {number}. {text}" for number, text in enumerate(translation.problems, 1))
+        raise UserError(f"{translation.program}: {many(len(translation.problems), 'key')} cannot be honoured:\n{told}\n--dry-run shows all")
+    if dry_run or write is not None:
+        return
+    loading("the run and what it names", quiet)
+    from fulltilt import api
+    from fulltilt.observe.console import Console
+
+    console = Console(json=as_json, quiet=quiet)
+    show_result(api.train(translation.tables, console=console), console)
 
 
 @app.command()

@@ -64,6 +64,7 @@ class ConfigRule:
 
     keys: tuple[str, ...]  # all that it reads: it is not asked when one of them is already reported
     check: Callable[[Config], Iterable[str]]
+    files: bool = False  # it looks at files that keys name
 
 
 @dataclass(frozen=True)
@@ -724,15 +725,19 @@ _NUMBERS = (
     *("algorithm.reward_kl_coef", "algorithm.reward_kl_target", "algorithm.reward_kl_horizon"),
 )
 RULES: tuple[ConfigRule, ...] = (
-    *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
+    *(
+        ConfigRule((key,), partial(_exists, key, row_of(field).names), files=True)
+        for key, field in keys().items()
+        if row_of(field).names in _EXISTS
+    ),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     ConfigRule(("run.keep_best", "run.eval_every", "run.save_every", "algorithm.name"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
-    ConfigRule(("reward.function", "reward.sources"), _rewards_exist),
+    ConfigRule(("reward.function", "reward.sources"), _rewards_exist, files=True),
     *_rules_of_use(),
     ConfigRule(tuple(sorted({key for feature in knobs.FEATURES.values() for key in feature.keys})), _together),
-    ConfigRule(("run.dir",), _run_folder),
+    ConfigRule(("run.dir",), _run_folder, files=True),
     ConfigRule(("cluster.address",), _address),
     ConfigRule(("cluster.stall_s", "cluster.deadline_s"), _stalls),
     ConfigRule(("algorithm.name", "algorithm.advantage", "algorithm.loss"), _algorithm_reads),

@@ -1,0 +1,640 @@
+"""The command of a shell script, read and never executed.
+
+Enters: the text of a script, its arguments and environment variables. Leaves: `Launch`: the words before and after `-m MODULE` of the one
+command that starts a verl trainer. Guaranteed: no process is started; assignments, defaults (`${X:-y}`), arithmetic, arrays, `if`, `case`,
+`&&` and `||` over values that are known are followed; a value that is not known (`$(...)`, a variable that is not set) is refused, with its
+line, where the command or a condition needs it; loops and functions are refused, with their line.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import operator
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulltilt.records import UserError
+from fulltilt.words import shortened
+
+TRAINER = re.compile(r"(?:verl|recipe)(?:\.\w+)+")
+TRAINER_FILE = re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py")
+NAME = r"[A-Za-z_]\w*"
+MAYBE = -1  # the status of a command that would have to be run
+
+
+@dataclass(frozen=True)
+class Launch:
+    program: str
+    launcher: tuple[str, ...]  # words before the module, such as those of torchrun
+    arguments: tuple[str, ...]
+    line: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that only running the script would give."""
+
+    line: int
+    why: str
+
+
+class NotKnown(Exception):
+    def __init__(self, unknown: Unknown) -> None:
+        self.unknown = unknown
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str  # as it is written, quotes and all
+    line: int
+
+
+@dataclass
+class Command:
+    """Words, and how it hangs together with the one before: "", "&&", "||" or "|"."""
+
+    words: list[Word]
+    joined: str = ""
+
+    @property
+    def line(self) -> int:
+        return self.words[0].line
+
+
+# ---- reading words -----------------------------------------------------------------------------------------------------------------
+
+
+def wrong(line: int, text: str) -> UserError:
+    return UserError(f"line {line}: {text}")
+
+
+def tokens(text: str) -> Iterator[Word]:
+    """Words and operators of a script; comments, line continuations and here-documents are left out."""
+    place, line, start = 0, 1, True
+    documents: list[str] = []
+    while place < len(text):
+        character = text[place]
+        if text.startswith("\\\n", place):
+            place, line = place + 2, line + 1
+        elif character == "\n":
+            yield Word("\n", line)
+            place, line, start = place + 1, line + 1, True
+            for mark in documents:
+                stop = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, place)
+                after = len(text) if stop is None else stop.end()
+                line += text.count("\n", place, after)
+                place = after
+            documents = []
+        elif character in " \t\r":
+            place, start = place + 1, True
+        elif character == "#" and start:
+            line_end = text.find("\n", place)
+            place = len(text) if line_end < 0 else line_end
+        elif found := re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+\b|-)?|;;&?|&&|\|\||[;&|()]").match(text, place):
+            if text.startswith("<(", place) or text.startswith(">(", place):
+                raise wrong(line, "a process substitution is not read. Write the value out")
+            operator_text = found[0]
+            if "<<" in operator_text and "<<<" not in operator_text:
+                named = re.compile(r"\s*(['\"]?)([\w-]+)\1").match(text, found.end())
+                documents += [named[2]] if named else []
+            yield Word(operator_text, line)
+            place, start = found.end(), True
+        else:
+            end = word_end(text, place, line)
+            yield Word(text[place:end], line)
+            line += text.count("\n", place, end)
+            place, start = end, False
+
+
+def word_end(text: str, place: int, line: int) -> int:
+    """Where a word ends: quotes and brackets of expansions keep spaces, and so does an array after `=`."""
+    begin = place
+    while place < len(text):
+        character = text[place]
+        if character == "\\":
+            place += 2
+        elif character == "'":
+            place = closing(text, place + 1, "'", line)
+        elif character == '"':
+            place = quoted_end(text, place + 1, line)
+        elif character == "`":
+            place = closing(text, place + 1, "`", line)
+        elif text.startswith(("$(", "${"), place):
+            place = bracket_end(text, place + 1, line)
+        elif character == "(" and re.fullmatch(rf"{NAME}\+?=", text[begin:place]):
+            place = bracket_end(text, place, line)
+        elif character in " \t\r\n;&|()<>":
+            break
+        else:
+            place += 1
+    return min(place, len(text))
+
+
+def closing(text: str, place: int, mark: str, line: int) -> int:
+    end = text.find(mark, place)
+    if end < 0:
+        raise wrong(line, f"a {mark} is not closed")
+    return end + 1
+
+
+def quoted_end(text: str, place: int, line: int) -> int:
+    while place < len(text) and text[place] != '"':
+        if text[place] == "\\":
+            place += 2
+        elif text.startswith(("$(", "${"), place):
+            place = bracket_end(text, place + 1, line)
+        else:
+            place += 1
+    if place >= len(text):
+        raise wrong(line, 'a " is not closed')
+    return place + 1
+
+
+def bracket_end(text: str, place: int, line: int) -> int:
+    """Where a bracket that opens at `place` is closed."""
+    opened, close, depth = text[place], {"(": ")", "{": "}"}[text[place]], 0
+    while place < len(text):
+        character = text[place]
+        if character == "\\":
+            place += 2
+            continue
+        if character == "'" and opened == "(":
+            place = closing(text, place + 1, "'", line)
+            continue
+        if character == '"':
+            place = quoted_end(text, place + 1, line)
+            continue
+        if character == "#" and opened == "(" and text[place - 1] in " \t\n":
+            place = (text.find("\n", place) + 1 or len(text) + 1) - 1
+            continue
+        depth += (character == opened) - (character == close)
+        place += 1
+        if depth == 0:
+            return place
+    raise wrong(line, f"a {opened} is not closed")
+
+
+# ---- following the script ----------------------------------------------------------------------------------------------------------
+
+_REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+|-)?")
+_ARITHMETIC: Mapping[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
+    ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
+_COMPARE: Mapping[str, Any] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+_ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
+
+
+@dataclass
+class Script:
+    """A script as far as it was followed."""
+
+    arguments: list[str]
+    environment: Mapping[str, str]
+    variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts, or Unknown
+    launches: list[Launch] = field(default_factory=list)
+    taken: dict[str, None] = field(default_factory=dict)  # environment variables that were read
+    passed_on: bool = False  # whether the script hands its arguments on
+
+    # ---- commands ------------------------------------------------------------------------------------------------------------------
+
+    def follow(self, words: list[Word]) -> None:
+        """Follow a list of commands."""
+        place, status = 0, 0
+        joined = ""  # how a command hangs together with the one before
+        while place < len(words):
+            word = words[place]
+            if word.text in ("\n", ";", "&"):
+                place, joined = place + 1, ""
+            elif word.text in ("&&", "||", "|"):
+                place, joined = place + 1, word.text
+            else:
+                skip = (joined == "&&" and status != 0) or (joined == "||" and status == 0)
+                before = place
+                place, result = self._one(words, place, skip=skip or joined == "|")
+                if status == MAYBE and joined in ("&&", "||"):
+                    self._doubt(words[before:place])
+                status = status if skip else result
+
+    def _one(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
+        """Follow the command at a place. The place behind it, and its status."""
+        word = words[place]
+        if word.text in ("for", "while", "until", "select"):
+            raise wrong(word.line, f"a `{word.text}` loop is not followed. Give the arguments of the run themselves")
+        if word.text == "function" or (len(words) > place + 2 and words[place + 1].text == "(" and words[place + 2].text == ")"):
+            raise wrong(word.line, "a function is not followed. Give the arguments of the run themselves")
+        if word.text == "if":
+            return self._if(words, place, skip=skip)
+        if word.text == "case":
+            return self._case(words, place, skip=skip)
+        if word.text in ("{", "("):
+            end = matching(words, place, word.text, {"{": "}", "(": ")"}[word.text])
+            if not skip:
+                self.follow(words[place + 1 : end])
+            return end + 1, 0
+        end = place
+        while end < len(words) and words[end].text not in ("\n", ";", "&", "|", "&&", "||", ")", ";;"):
+            end += 1
+        if end == place:
+            raise wrong(word.line, f"{word.text} is not expected here")
+        return end, 0 if skip else self._simple(words[place:end])
+
+    def _doubt(self, words: list[Word]) -> None:
+        """Commands that may be run or not: what they assign is not known, and they must start no trainer."""
+        line = words[0].line
+        for word in words:
+            if assigned := _ASSIGNMENT.fullmatch(word.text):
+                self.variables[assigned[1]] = Unknown(word.line, f"whether ${assigned[1]} is set here depends on what is not known")
+            if TRAINER.fullmatch(word.text):
+                raise wrong(line, "whether this command is run depends on what is not known. Give the arguments of the run themselves")
+
+    def _if(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
+        end, line = matching(words, place, "if", "fi"), words[place].line
+        parts = divided(words[place + 1 : end], ("then", "elif", "else"))
+        condition = parts[0][1]
+        for mark, inside in () if skip else parts[1:]:
+            if mark == "elif":
+                condition = inside
+                continue
+            holds = True if mark == "else" else self._holds(condition, line)
+            if holds is None:
+                self._doubt([word for _, part in parts[1:] for word in part] or words[place:end])
+            if holds is not False:
+                if holds:
+                    self.follow(inside)
+                break
+        return end + 1, 0
+
+    def _case(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
+        end, line = matching(words, place, "case", "esac"), words[place].line
+        value = "" if skip else self._known(words[place + 1], line)
+        inside = words[place + 3 : end]
+        while inside and not skip:
+            inside = [word for word in inside[:1] if word.text not in ("\n", "(")] + inside[1:]
+            close = next((number for number, word in enumerate(inside) if word.text == ")"), None)
+            if close is None:
+                break
+            body_end = branch_end(inside, close + 1)
+            patterns = [self._known(word, line) for word in inside[:close] if word.text not in ("|", "\n")]
+            if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
+                self.follow(inside[close + 1 : body_end])
+                break
+            inside = inside[body_end + 1 :]
+        return end + 1, 0
+
+    def _holds(self, words: list[Word], line: int) -> bool | None:
+        """Whether a condition holds: tests, joined by && and ||. None: it would have to be run."""
+        status: bool | None = True
+        joined = ""
+        place = 0
+        while place < len(words):
+            if words[place].text in ("\n", ";"):
+                place += 1
+                continue
+            if words[place].text in ("&&", "||"):
+                place, joined = place + 1, words[place].text
+                continue
+            if words[place].text == "{":
+                end = matching(words, place, "{", "}")
+                found = self._holds(words[place + 1 : end], line)
+                end += 1
+            else:
+                end = place
+                while end < len(words) and words[end].text not in ("\n", ";", "&&", "||"):
+                    end += 1
+                found = self._test(words[place:end], line)
+            decided = {"": True, "&&": False, "||": True}[joined]  # what either side settles the whole with
+            if joined and (status is decided or found is decided):
+                status = decided
+            elif joined and (status is None or found is None):
+                status = None
+            else:
+                status = found
+            place = end
+        return status
+
+    def _test(self, words: list[Word], line: int) -> bool | None:
+        first = words[0].text
+        if first == "!":
+            found = self._test(words[1:], line)
+            return None if found is None else not found
+        if first not in ("[", "[[", "test"):
+            return None
+        inner = words[1 : -1 if first != "test" else None]
+        if inner and inner[0].text.strip('"') in ("-f", "-d", "-e", "-x", "-r", "-s"):
+            return None
+        return tested([self._known(word, line, default="") for word in inner], line)
+
+    def _known(self, word: Word, line: int, default: str | None = None) -> str:
+        try:
+            return "".join(self.expand(word.text, word.line, split=False)) if word.text not in ("=~", "==", "!=", "=") else word.text
+        except NotKnown as error:
+            if default is not None and error.unknown.why.endswith("is not set"):
+                return default
+            raise wrong(error.unknown.line, f"{error.unknown.why}, and the condition in line {line} needs it") from None
+
+    def _simple(self, words: list[Word]) -> int:
+        words = without_redirections(words)
+        while words and (assigned := _ASSIGNMENT.fullmatch(words[0].text)):
+            self._assign(assigned, words[0].line)
+            words = words[1:]
+        if not words:
+            return 0
+        first, line = words[0].text, words[0].line
+        if first in ("export", "declare", "readonly", "local", "typeset"):
+            for word in words[1:]:
+                if assigned := _ASSIGNMENT.fullmatch(word.text):
+                    self._assign(assigned, word.line)
+        elif first == "unset":
+            for word in words[1:]:
+                self.variables.pop(word.text, None)
+                self.variables[word.text] = Unknown(line, f"${word.text} is not set")
+        elif first == "shift":
+            self.arguments = self.arguments[int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1 :]
+        elif first in ("exit", "return"):
+            raise wrong(line, f"the script ends here, by `{first}`, before it starts a trainer")
+        elif first in ("[", "[[", "test"):
+            return {True: 0, False: 1, None: MAYBE}[self._test(words, line)]
+        elif first not in ("echo", "set", "printf", "cd", "mkdir", "source", ".", "true", ":"):
+            self._launch(words)
+        return 0
+
+    def _launch(self, words: list[Word]) -> None:
+        """Keep the command if it starts a trainer of verl's."""
+        pieces: list[Any] = []
+        for word in words:
+            try:
+                pieces += self.expand(word.text, word.line, split=True)
+            except NotKnown as error:
+                pieces.append(error.unknown)
+        for place, piece in enumerate(pieces):
+            module = (
+                place + 1 < len(pieces) and piece == "-m" and isinstance(pieces[place + 1], str) and TRAINER.fullmatch(pieces[place + 1])
+            )
+            if not module and not (isinstance(piece, str) and TRAINER_FILE.fullmatch(piece)):
+                continue
+            rest = pieces[place + (2 if module else 1) :]
+            if unknown := [each for each in (*pieces[:place], *rest) if isinstance(each, Unknown)]:
+                raise UserError("\n".join(f"line {each.line}: {each.why}" for each in dict.fromkeys(unknown)))
+            program = pieces[place + 1] if module else piece
+            before = [each for each in pieces[:place] if not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
+            self.launches.append(Launch(program, tuple(before), tuple(rest), words[0].line))
+            return
+
+    def _assign(self, assigned: re.Match[str], line: int) -> None:
+        name, add, text = assigned[1], assigned[2] == "+", assigned[3]
+        try:
+            if text.startswith("("):
+                inside = list(tokens(text[1:-1]))
+                value: Any = []
+                for word in inside:
+                    value += [] if word.text == "\n" else self.expand(word.text, line + word.line - 1, split=True)
+            else:
+                value = "".join(self.expand(text, line, split=False))
+        except NotKnown as error:
+            value = error.unknown
+        before = self.variables.get(name, [] if isinstance(value, list) else "")
+        if add and not isinstance(value, Unknown):
+            value = before if isinstance(before, Unknown) else before + value
+        self.variables[name] = value
+
+    # ---- expansion -----------------------------------------------------------------------------------------------------------------
+
+    def expand(self, text: str, line: int, *, split: bool) -> list[str]:
+        """The words that a written word becomes. `split`: what an unquoted expansion gives is divided at spaces."""
+        if text == '"$@"' or (text in ("$@", "$*") and split):
+            self.passed_on = True
+            return list(self.arguments)
+        if array := re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\]\}}"?', text):
+            return self._array(array[1], line)
+        words, place, quoted = [""], 0, False
+        if text.startswith("~") and (len(text) == 1 or text[1] == "/"):
+            words, place = [self.environment.get("HOME", "~")], 1
+        while place < len(text):
+            character = text[place]
+            if character == "\\" and place + 1 < len(text):
+                words[-1] += "" if text[place + 1] == "\n" else text[place + 1]
+                place += 2
+            elif character == "'":
+                end = text.index("'", place + 1)
+                words[-1] += text[place + 1 : end]
+                place, quoted = end + 1, True
+            elif character == '"':
+                end = quoted_end(text, place + 1, line)
+                words[-1] += self._quoted(text[place + 1 : end - 1], line)
+                place, quoted = end, True
+            elif character in "$`":
+                value, place = self._variable(text, place, line)
+                pieces = value.split() if split else [value]
+                words = [*words[:-1], words[-1] + (pieces[0] if pieces else ""), *pieces[1:]]
+            else:
+                words[-1] += character
+                place += 1
+        return words if quoted or any(words) or not split else []
+
+    def _quoted(self, text: str, line: int) -> str:
+        found, place = "", 0
+        while place < len(text):
+            if text[place] == "\\" and text[place + 1 : place + 2] in ('"', "\\", "$", "`", "\n"):
+                found += "" if text[place + 1] == "\n" else text[place + 1]
+                place += 2
+            elif text[place] in "$`":
+                value, place = self._variable(text, place, line)
+                found += value
+            else:
+                found += text[place]
+                place += 1
+        return found
+
+    def _array(self, name: str, line: int) -> list[str]:
+        value = self.variables.get(name)
+        if isinstance(value, Unknown):
+            raise NotKnown(value)
+        if value is None:
+            raise NotKnown(Unknown(line, f"${name} is not set"))
+        return list(value) if isinstance(value, list) else [value]
+
+    def _variable(self, text: str, place: int, line: int) -> tuple[str, int]:
+        """The value of an expansion, and the place behind it."""
+        if text[place] == "`":
+            raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} would have to be run"))
+        if text.startswith("$((", place):
+            end = bracket_end(text, place + 1, line)
+            return str(self._arithmetic(text[place + 3 : end - 2], line)), end
+        if text.startswith("$(", place):
+            end = bracket_end(text, place + 1, line)
+            raise NotKnown(Unknown(line, f"{shortened(text[place:end], 60)} would have to be run. Write its result"))
+        if text.startswith("${", place):
+            end = bracket_end(text, place + 1, line)
+            return self._parameter(text[place + 2 : end - 1], line), end
+        if match := re.compile(rf"\$({NAME}|[0-9@*#?$!])").match(text, place):
+            return self._read(match[1], line), match.end()
+        return "$", place + 1
+
+    def _parameter(self, inside: str, line: int) -> str:
+        if array := re.fullmatch(rf"({NAME})\[[@*]\]", inside):
+            return " ".join(self._array(array[1], line))
+        match = re.fullmatch(rf"({NAME}|[0-9@*#])(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
+        if match is None:
+            raise NotKnown(Unknown(line, f"${{{shortened(inside, 60)}}} is not read. Write its result"))
+        name, how, other = match[1], match[2] or "", match[3] or ""
+        value = self._value(name)
+        empty = value is None or (how.startswith(":") and value == "")
+        if how.endswith("+"):
+            return "" if empty else self._quoted_or_bare(other, line)
+        if isinstance(value, Unknown) and not (value.why.endswith("is not set") and how[-1:] in ("-", "=")):
+            raise NotKnown(value)
+        if how[-1:] in ("-", "=") and (empty or isinstance(value, Unknown)):
+            found = self._quoted_or_bare(other, line)
+            if how.endswith("="):
+                self.variables[name] = found
+            return found
+        return self._read(name, line)
+
+    def _quoted_or_bare(self, text: str, line: int) -> str:
+        return "".join(self.expand(text, line, split=False))
+
+    def _value(self, name: str) -> Any:
+        if name.isdigit():
+            number = int(name)
+            return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
+        if name in ("@", "*"):
+            self.passed_on = True
+            return " ".join(self.arguments)
+        if name == "#":
+            return str(len(self.arguments))
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.environment:
+            self.taken[name] = None
+            return self.environment[name]
+        return None
+
+    def _read(self, name: str, line: int) -> str:
+        value = self._value(name)
+        if isinstance(value, Unknown):
+            raise NotKnown(value)
+        if value is None:
+            raise NotKnown(Unknown(line, f"${name} is not set"))
+        return " ".join(value) if isinstance(value, list) else str(value)
+
+    def _arithmetic(self, text: str, line: int) -> int:
+        written = re.sub(rf"\$\{{({NAME})\}}|\$({NAME})", lambda match: match[1] or match[2], text).strip()
+        try:
+            tree = ast.parse(written, mode="eval").body
+        except (SyntaxError, ValueError):
+            raise NotKnown(Unknown(line, f"$(({shortened(text, 60)})) is not read. Write its result")) from None
+
+        def value(node: ast.AST) -> int:
+            match node:
+                case ast.Constant(value=int(number)):
+                    return number
+                case ast.Name(id=name):
+                    return self._arithmetic(self._read(name, line), line)
+                case ast.UnaryOp(op=kind, operand=operand) if type(kind) in _ARITHMETIC:
+                    return int(_ARITHMETIC[type(kind)](value(operand)))
+                case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _ARITHMETIC:
+                    return int(_ARITHMETIC[type(kind)](value(left), value(right)))
+            raise NotKnown(Unknown(line, f"$(({shortened(text, 60)})) is not read. Write its result"))
+
+        try:
+            return value(tree)
+        except (ZeroDivisionError, RecursionError):
+            raise NotKnown(Unknown(line, f"$(({shortened(text, 60)})) has no value")) from None
+
+
+def matching(words: Sequence[Word], place: int, begin: str, end: str) -> int:
+    """The place of the word that closes the one at `place`."""
+    depth = 0
+    for number in range(place, len(words)):
+        at_start = number == 0 or words[number - 1].text in ("\n", ";", "&", "&&", "||", "|", "then", "else", "do", "{", ";;", ")", "(")
+        if words[number].text == begin and (at_start or begin in "({"):
+            depth += 1
+        elif words[number].text == end and (at_start or end in ")}"):
+            depth -= 1
+            if depth == 0:
+                return number
+    raise wrong(words[place].line, f"`{begin}` has no `{end}`")
+
+
+def divided(words: Sequence[Word], marks: Sequence[str]) -> list[tuple[str, list[Word]]]:
+    """The parts of an `if`, each with the word that begins it; what an inner `if` has stays in its part."""
+    parts: list[tuple[str, list[Word]]] = [("", [])]
+    depth = 0
+    for number, word in enumerate(words):
+        at_start = number == 0 or words[number - 1].text in ("\n", ";", "then", "else", "do", "{", ")", "&&", "||", ";;")
+        if at_start and word.text in ("if", "case"):
+            depth += 1
+        elif at_start and word.text in ("fi", "esac"):
+            depth -= 1
+        if depth == 0 and at_start and word.text in marks:
+            parts.append((word.text, []))
+        else:
+            parts[-1][1].append(word)
+    return parts
+
+
+def branch_end(words: Sequence[Word], place: int) -> int:
+    """Where a branch of a `case` ends."""
+    depth = 0
+    for number in range(place, len(words)):
+        at_start = words[number - 1].text in ("\n", ";", "then", "else", "do", "{", ")", ";;")
+        depth += at_start and words[number].text == "case"
+        depth -= at_start and words[number].text == "esac"
+        if depth == 0 and words[number].text.startswith(";;"):
+            return number
+    return len(words)
+
+
+def without_redirections(words: Sequence[Word]) -> list[Word]:
+    kept, skip = [], False
+    for word in words:
+        if _REDIRECTION.fullmatch(word.text):
+            skip = not re.search(r"&?\d+$|-$", word.text[1:]) if ("&" in word.text[1:] or word.text.endswith("-")) else True
+        elif skip:
+            skip = False
+        else:
+            kept.append(word)
+    return kept
+
+
+def tested(words: list[str], line: int) -> bool:
+    """The result of `[ ... ]`."""
+    match words:
+        case ["!", *rest]:
+            return not tested(rest, line)
+        case ["-z", text]:
+            return text == ""
+        case ["-n", text] | [text]:
+            return text != ""
+        case [left, "=" | "==", right]:
+            return fnmatch.fnmatchcase(left, right)
+        case [left, "!=", right]:
+            return not fnmatch.fnmatchcase(left, right)
+        case [left, sign, right] if sign in _COMPARE and all(re.fullmatch(r"-?\d+", each) for each in (left, right)):
+            return bool(_COMPARE[sign](int(left), int(right)))
+    raise wrong(line, f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves")
+
+
+def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Launch:
+    """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
+    script = Script(list(arguments), os.environ if environment is None else environment)
+    script.follow(list(tokens(text.replace("\r\n", "\n"))))
+    if not script.launches:
+        raise UserError("no command in it starts a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`")
+    if len(script.launches) > 1:
+        lines = " and ".join(str(launch.line) for launch in script.launches)
+        raise UserError(f"lines {lines} each start a trainer. Give a script with one run")
+    (launch,) = script.launches
+    notes = [f"from the environment: {', '.join(script.taken)}"] if script.taken else []
+    if arguments and not script.passed_on:
+        notes.append("the script does not hand its arguments on ($@): here they are added at the end of its command")
+        launch = Launch(launch.program, launch.launcher, (*launch.arguments, *arguments), launch.line)
+    return Launch(launch.program, launch.launcher, launch.arguments, launch.line, tuple(notes))

@@ -1,0 +1,909 @@
+"""Conversions of verl's keys whose answer depends on other keys: batch sizes, memory, rewards, rollout correction, learning-rate warm-up.
+
+Each takes an `Ask` and gives an `Outcome`, or makes such a function. The tables that use them are `verl` and `verl_sft`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fulltilt.compat.translate import Ask, Conversion, Outcome, WrongValue, a_number, sets, truth, whole, written
+from fulltilt.presets import PRESETS, VERL_NAMES
+from fulltilt.words import in_bytes, listed, many
+
+ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
+CRITIC, REWARD_MODEL = "critic", "reward_model"
+KEEP_ALL = 10_000  # checkpoints: verl keeps all, unless it is told how many
+
+GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+STEPS, EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
+FILTER = "algorithm.filter_groups.enable"
+NULL = Outcome("means nothing", "null: nothing is set")
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------------------------
+
+
+def workers(ask: Ask) -> int:
+    """GPUs of the whole run."""
+    return max(1, whole(ask.read(GPUS) or 8) * whole(ask.read(NODES) or 1))
+
+
+def megatron(ask: Ask) -> bool:
+    return ask.read(f"{ACTOR}.strategy") == "megatron"
+
+
+def dynamic_sampling(ask: Ask) -> bool:
+    return truth(ask.read(FILTER) or False)
+
+
+def minibatches(ask: Ask) -> Outcome:
+    """Optimizer steps of a step: verl counts the prompts of each."""
+    batch, mini = whole(ask.read("data.train_batch_size")), whole(ask.value)
+    if mini < 1:
+        raise WrongValue(f"{mini} prompts make no mini-batch")
+    if mini > batch and ask.given:
+        return Outcome(
+            "refused", f"a mini-batch of {mini} prompts is more than a step has ({batch}); verl refuses it too. Use at most {batch}"
+        )
+    count = math.ceil(batch / min(mini, batch))
+    return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}")
+
+
+def steps_of_run(ask: Ask) -> int | None:
+    """Steps of the whole run, where they are given or can be counted."""
+    if ask.read(STEPS) is not None:
+        return whole(ask.read(STEPS))
+    rows = ask.theirs.seen.rows(files(ask.read("data.train_files")))
+    batch = whole(ask.read("data.gen_batch_size") or ask.read("data.train_batch_size"))
+    return None if rows is None else rows // max(1, batch) * whole(ask.read(EPOCHS))
+
+
+def files(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list) else [] if value is None else [value])]
+
+
+def epochs(ask: Ask) -> Outcome:
+    count = whole(ask.value)
+    if ask.read(STEPS) is not None:
+        return Outcome("means nothing", f"{STEPS}={written(ask.read(STEPS))} says how long the run is")
+    if not dynamic_sampling(ask):
+        return sets({"run.epochs": count})
+    steps = steps_of_run(ask)
+    batch = ask.read("data.gen_batch_size") or ask.read("data.train_batch_size")
+    how = f"with dynamic sampling a run's length is counted in steps: rows // {batch} x {many(count, 'epoch')}"
+    if not steps:
+        return Outcome("refused", f"{how}, and the data is not here to count its rows. Add {STEPS}=N")
+    return sets({"run.steps": steps}, f"{how} = {steps}")
+
+
+def steps(ask: Ask) -> Outcome:
+    if ask.value is None:
+        return NULL
+    return sets({"run.steps": whole(ask.value)}, f"verl stops earlier, if {EPOCHS} ends first")
+
+
+def files_to(ours: str) -> Conversion:
+    """Paths of data files: one, or a list."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if any(path.startswith("hdfs://") for path in files(ask.value)):
+            return Outcome("refused", "hdfs:// is not read here. Copy the files to this machine, and give their paths")
+        found = files(ask.value)
+        return sets({ours: found[0] if len(found) == 1 else found})
+
+    return become
+
+
+# ---- micro-batches -----------------------------------------------------------------------------------------------------------------
+
+
+def is_dynamic(ask: Ask, key: str) -> bool:
+    """Whether micro-batches of a role are filled by tokens: its own key, else the actor's, as verl's defaults have it."""
+    return truth(ask.read(key, f"{ACTOR}.use_dynamic_bsz") or False)
+
+
+def micro_batch(section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = ()) -> Conversion:
+    """Samples per micro-batch. `over_all`: of all GPUs together; `before`: keys that decide, where they are given."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        count = whole(ask.value)
+        if is_dynamic(ask, dynamic):
+            return Outcome("means nothing", f"micro-batches are filled by tokens, for {dynamic} is on; verl does not read it then either")
+        if count < 1:
+            return Outcome("means nothing", f"{count} samples: left to auto")
+        if first := next((key for key in before if ask.read(key) is not None), None):
+            why = f"all passes of a role have {section}.micro_batch here, which is {first}={written(ask.read(first))}"
+            return Outcome("means nothing", why)
+        why, each = "", count
+        if over_all:
+            parallel = max(
+                1, whole(ask.read(f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size") or 1)
+            )
+            ranks = max(1, workers(ask) // parallel)
+            each = max(1, count // ranks)
+            divided = f"{workers(ask)} GPUs" + (f" / {parallel} of a sequence" if parallel > 1 else "")
+            why = f"counted over all GPUs, which verl deprecates: {count} / {divided} = {each} per GPU. Write {ask.key}_per_gpu={each}"
+        return sets({f"{section}.dynamic_batch": False, f"{section}.micro_batch": each}, why)
+
+    return become
+
+
+def dynamic_batch(section: str, *micro: str) -> Conversion:
+    """Whether micro-batches are filled by tokens. Off without a number of samples, it is left alone: verl asks for that number."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if truth(ask.value):
+            return sets({f"{section}.dynamic_batch": True})
+        if not any(ask.read(key) for key in micro):
+            return Outcome("means nothing", f"verl then needs {micro[0]}, which is not given; here micro-batches are filled by tokens")
+        return sets({f"{section}.dynamic_batch": False})
+
+    return become
+
+
+def token_budget(ours: str, dynamic: str) -> Conversion:
+    """A cap on the tokens of a micro-batch."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if not is_dynamic(ask, dynamic):
+            return Outcome("means nothing", f"verl reads it only with {dynamic}=True, which is not given")
+        return sets({ours: whole(ask.value)}, "a hard cap here; verl's micro-batches may exceed it, by a quarter and more")
+
+    return become
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------------
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "sglang_async": "SGLang", "trtllm": "TensorRT-LLM", "hf": "transformers", "tgi": "TGI"}
+
+
+def engine(ask: Ask) -> Outcome:
+    if ask.value in (None, "???"):
+        return NULL
+    if ask.value not in ENGINES:
+        return Outcome("refused", f"no engine of verl's is called {written(ask.value)}. Known are {', '.join(ENGINES)}")
+    told = f"the native engine takes {ENGINES[ask.value]}'s place: it runs the trainer's own weights, so that none are copied"
+    return sets({"rollout.engine": "native"}, told)
+
+
+def kv_bytes(model: str, tensor_parallel: str, name: str) -> Conversion:
+    """An engine's share of a GPU's memory as bytes of KV cache."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        share = a_number(ask.value)
+        if not 0 < share <= 1:
+            return Outcome("refused", f"{share:g} is not a share of a GPU's memory. Use a number above 0, at most 1")
+        if ask.read("trainer.device") == "cpu":
+            return Outcome("means nothing", "there is no GPU")
+        sglang = str(ask.read(name) or "").startswith("sglang")
+        meant = f"{share:g} of a GPU's {'free' if sglang else 'total'} memory for weights and KV cache in {'SGLang' if sglang else 'vLLM'}"
+        total, path = ask.theirs.seen.gpu_bytes, ask.read(model)
+        weights = None if path is None else ask.theirs.seen.weights(str(path))
+        if total is None or weights is None:
+            unknown = "no GPU is seen here" if total is None else f"the sizes of {written(path)} are not known here"
+            return sets({"rollout.kv_bytes": "auto"}, f"{meant}; {unknown}, so the KV cache is left to auto")
+        parts = max(1, whole(ask.read(tensor_parallel) or 1))
+        left = int(share * total - weights / parts)
+        divided = in_bytes(weights) + (f" / {parts}" if parts > 1 else "")
+        how = f"{meant}: {share:g} x {in_bytes(total)} - {divided} of weights = {in_bytes(max(0, left))}"
+        if left <= 0:
+            return Outcome("refused", f"{how}: nothing is left for the KV cache. Raise it, or leave it out", performance=True)
+        return sets({"rollout.kv_bytes": left}, how)
+
+    return become
+
+
+def sharding(ask: Ask) -> Outcome:
+    """What FSDP or Megatron shares out among GPUs."""
+    if ask.value is None:
+        return NULL
+    names = {"fsdp": "full", "fsdp2": "full", "fsdp_turbo": "full", "veomni": "full", "torchtitan": "full", "automodel": "full"}
+    if ask.value == "megatron":
+        return sets({"train.shard": "optimizer"}, "as Megatron's distributed optimizer")
+    if ask.value not in names:
+        return Outcome("refused", f"verl has no strategy {written(ask.value)} that is built here. Use fsdp, fsdp2 or megatron")
+    if workers(ask) == 1 and ask.has(GPUS):
+        return Outcome("means nothing", "one GPU has nothing to share out")
+    size = whole(ask.read(f"{ACTOR}.fsdp_config.fsdp_size") or -1)
+    if 0 < size < workers(ask):
+        return sets({"train.shard": "hybrid", "train.shard_size": size})
+    return sets({"train.shard": "full"}, "parameters, gradients and optimizer are shared out, as by FSDP2")
+
+
+def shard_size(ask: Ask) -> Outcome:
+    if ask.value is None:
+        return NULL
+    size = whole(ask.value)
+    if workers(ask) == 1 and ask.has(GPUS):
+        return Outcome("means nothing", "one GPU has nothing to share out")
+    if 0 < size < workers(ask):
+        return sets({"train.shard": "hybrid", "train.shard_size": size})
+    all_of_them = f"-1 is all {workers(ask)} GPUs" if size < 1 else f"{size} of {workers(ask)} GPUs are all"
+    return sets({"train.shard": "full"}, all_of_them)
+
+
+def checkpointing(ours: str) -> Conversion:
+    """Gradient checkpointing as recompute."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        granularity = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
+        if megatron(ask) and ask.has(granularity):
+            return Outcome("means nothing", f"with Megatron, verl reads {granularity} instead")
+        return sets({ours: "full" if truth(ask.value) else "none"})
+
+    return become
+
+
+def fusion(key_above: str) -> Conversion:
+    """Megatron's fused kernels: one switch here, on if any of them is."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        others = [ask.read(f"{key_above}.{name}") for name in FUSIONS]
+        on = any(truth(each) for each in others if each is not None)
+        return sets({"train.fused_layers": on}, "one switch for all of Megatron's fusions, on if any of them is")
+
+    return become
+
+
+FUSIONS = (
+    "apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "bias_swiglu_fusion",
+    "persist_layer_norm", "moe_permute_fusion", "memory_efficient_layer_norm", "fused_single_qkv_rope",
+)  # fmt: skip
+
+
+def one_size(ours: str | None, what: str, use: str) -> Conversion:
+    """A parallel size that is not built: 1 is as here."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if whole(ask.value) == 1:
+            return Outcome("means nothing", f"1: no {what}, as here")
+        return Outcome("refused", f"{what} is not built in this version. {use}", performance=True)
+
+    return become
+
+
+def eager(ask: Ask) -> Outcome:
+    if ask.value is None:
+        return NULL
+    if truth(ask.value):
+        return sets({"rollout.cuda_graphs": False}, "the opposite sense")
+    return sets({"rollout.cuda_graphs": "auto"}, "CUDA graphs wherever one can hold the model")
+
+
+def chunked_entropy(ours: str, size: str) -> Conversion:
+    """verl's switch as a number of tokens."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None or not truth(ask.value):
+            return Outcome("means nothing", "off: a fixed memory limit decides how many tokens are computed at a time")
+        tokens = whole(ask.read(size) or 2048)
+        return sets({ours: tokens}, f"verl's switch as its number of tokens, {tokens}; verl ignores it where samples are padded")
+
+    return become
+
+
+# ---- the algorithm -----------------------------------------------------------------------------------------------------------------
+
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+BOTH = ("gspo", "cispo")  # losses that are algorithms here, with GRPO's advantage
+LOSSES = ("gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", *BOTH)
+ADVANTAGES = ("grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+def estimator(ask: Ask) -> Outcome:
+    name, loss = str(ask.value), ask.read(LOSS_MODE)
+    ours = VERL_NAMES.get(name, name)
+    if ours == "grpo" and loss in BOTH:
+        return sets({"algorithm.name": str(loss)})
+    if ours in PRESETS and ours != "sft":
+        return sets({"algorithm.name": ours})
+    if name in ADVANTAGES:
+        return sets({"algorithm.name": "grpo", "algorithm.advantage": name.removeprefix("tir_")})
+    return Outcome(
+        "refused",
+        f"verl's estimator {written(ask.value)} is not built. Known are {', '.join([*VERL_NAMES, 'grpo', 'rloo', 'remax', *ADVANTAGES])}",
+    )
+
+
+def loss_mode(ask: Ask) -> Outcome:
+    if ask.value in (None, "vanilla"):
+        return Outcome("means nothing", "PPO's clipped surrogate, as here")
+    mode = str(ask.value).replace("-", "_")
+    if mode not in LOSSES:
+        return Outcome("refused", f"verl's loss {written(ask.value)} is not built. Known are vanilla, {', '.join(LOSSES)}")
+    if mode in BOTH and ask.read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized"):
+        return sets({"algorithm.name": mode})
+    return sets({"algorithm.loss": mode})
+
+
+def loss_setting(ours: str, *modes: str) -> Conversion:
+    """A number that only some losses read."""
+
+    def become(ask: Ask) -> Outcome:
+        mode = str(ask.read(LOSS_MODE) or "vanilla").replace("-", "_")
+        if mode not in modes:
+            return Outcome("means nothing", f"only the loss {' or '.join(modes)} reads it, and {LOSS_MODE} is {mode}")
+        return sets({ours: a_number(ask.value)})
+
+    return become
+
+
+def clip_ratio(ask: Ask) -> Outcome:
+    """verl's `clip_ratio`, which its own defaults for the two sides always overrule."""
+    sides = {"algorithm.clip_low": f"{ACTOR}.clip_ratio_low", "algorithm.clip_high": f"{ACTOR}.clip_ratio_high"}
+    left = {ours: a_number(ask.value) for ours, key in sides.items() if not ask.has(key)}
+    if not left:
+        return Outcome("means nothing", "clip_ratio_low and clip_ratio_high are given")
+    why = "verl ignores clip_ratio: it reads clip_ratio_low and clip_ratio_high, which are 0.2 unless given. Here it sets both sides"
+    return sets(left, f"{why}; to train as verl did, remove it")
+
+
+KL_NAMES: Mapping[str, str] = {
+    f"{theirs}{mark}": f"{ours}{mark if ours != 'k2' else ''}"
+    for theirs, ours in {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}.items()
+    for mark in ("", "+")
+} | {"abs": "abs"}
+
+
+def kl_name(ours: str) -> Conversion:
+    def become(ask: Ask) -> Outcome:
+        if ask.value not in KL_NAMES:
+            return Outcome("refused", f"verl's KL {written(ask.value)} has no equivalent here. Use kl, mse, low_var_kl or abs")
+        name = KL_NAMES[ask.value]
+        return sets({ours: name.rstrip("+") if "reward" in ours else name})
+
+    return become
+
+
+def kl_loss(ask: Ask) -> Outcome:
+    on = truth(ask.value)
+    return sets(
+        {"algorithm.kl_coef": a_number(ask.read(f"{ACTOR}.kl_loss_coef")) if on else 0.0}, "its weight is kl_loss_coef" if on else ""
+    )
+
+
+def kl_loss_coef(ask: Ask) -> Outcome:
+    if not truth(ask.read(f"{ACTOR}.use_kl_loss")):
+        return Outcome("means nothing", "use_kl_loss is False: verl does not read it either")
+    return sets({"algorithm.kl_coef": a_number(ask.value)})
+
+
+def reward_kl(ask: Ask) -> Outcome:
+    on = truth(ask.value)
+    if not on:
+        return sets({"algorithm.reward_kl_coef": 0.0})
+    adaptive = ask.read("algorithm.kl_ctrl.type") == "adaptive"
+    values: dict[str, Any] = {"algorithm.reward_kl_coef": a_number(ask.read("algorithm.kl_ctrl.kl_coef"))}
+    if adaptive:
+        values |= {"algorithm.reward_kl_target": a_number(ask.read("algorithm.kl_ctrl.target_kl"))}
+        values |= {"algorithm.reward_kl_horizon": whole(ask.read("algorithm.kl_ctrl.horizon"))}
+    return sets(values, "its weight is algorithm.kl_ctrl.kl_coef")
+
+
+def reward_kl_part(ours: str, *, adaptive: bool = False) -> Conversion:
+    """A number of the KL in the reward, where there is one."""
+
+    def become(ask: Ask) -> Outcome:
+        if not truth(ask.read("algorithm.use_kl_in_reward")):
+            return Outcome("means nothing", "use_kl_in_reward is False: verl does not read it either")
+        if adaptive and ask.read("algorithm.kl_ctrl.type") != "adaptive":
+            return Outcome("means nothing", "algorithm.kl_ctrl.type is fixed: verl does not read it either")
+        return sets({ours: whole(ask.value) if ours.endswith("horizon") else a_number(ask.value)})
+
+    return become
+
+
+CORRECTION = "algorithm.rollout_correction"
+LEVELS = {"token": "token", "sequence": "sequence"}
+REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+WITHOUT = "verl drops surplus groups of dynamic sampling; here the next step trains on them, with an importance weight of at most 2"
+
+
+def importance(ask: Ask) -> Outcome:
+    """Truncated importance sampling between trainer and engine."""
+    level = ask.read(f"{CORRECTION}.rollout_is")
+    if truth_or_false(ask.read(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout")):
+        return sets({"algorithm.importance_level": "bypass"}, "the engine's log-probs take the place of the old ones")
+    older = ask.read(f"{ACTOR}.tis_imp_ratio_cap")
+    if level is None and older is not None and a_number(older) > 0:
+        return sets({"algorithm.importance_cap": a_number(older)})
+    if level is None:
+        return sets({"algorithm.importance_cap": 2.0}, WITHOUT) if dynamic_sampling(ask) else sets({"algorithm.importance_cap": 0.0})
+    if level not in LEVELS:
+        raise WrongValue(f"{written(level)} is not a level of importance sampling. Use token or sequence")
+    normal = "-normalized" if truth_or_false(ask.read(f"{CORRECTION}.rollout_is_batch_normalize")) else ""
+    values: dict[str, Any] = {"algorithm.importance_cap": bounds(ask.read(f"{CORRECTION}.rollout_is_threshold"))}
+    if level + normal != "token":
+        values["algorithm.importance_level"] = level + normal
+    return sets(values)
+
+
+def importance_part(ask: Ask) -> Outcome:
+    """A setting of importance sampling, where there is any."""
+    if ask.read(f"{CORRECTION}.rollout_is") is None:
+        return Outcome("means nothing", f"{CORRECTION}.rollout_is is null: verl does not read it either")
+    return importance(ask)
+
+
+def truth_or_false(value: Any) -> bool:
+    return False if value is None else truth(value)
+
+
+def bypass(ask: Ask) -> Outcome:
+    return importance(ask) if truth_or_false(ask.value) else Outcome("means nothing", "off, as here")
+
+
+def older_cap(ask: Ask) -> Outcome:
+    """`tis_imp_ratio_cap`, the name of verl 0.5."""
+    if ask.value is None or a_number(ask.value) <= 0:
+        return Outcome("means nothing", "off, as here")
+    return importance(ask)
+
+
+def bounds(value: Any) -> Any:
+    """One bound, or two: 0.5_2.0 (which Hydra reads as a number with an underscore)."""
+    if isinstance(value, str) and "_" in value:
+        return [a_number(each) for each in value.split("_")]
+    return a_number(value)
+
+
+def rejection(ask: Ask) -> Outcome:
+    """Rejection of tokens or samples where trainer and engine differ."""
+    modes, limits = ask.read(f"{CORRECTION}.rollout_rs"), ask.read(f"{CORRECTION}.rollout_rs_threshold")
+    if modes is None:
+        return Outcome("means nothing", f"{CORRECTION}.rollout_rs is null: nothing is rejected, as here")
+    names = [REJECTIONS.get(each.strip(), each.strip()) for each in str(modes).split(",")]
+    limits = ask.read(f"{CORRECTION}.rollout_is_threshold") if limits is None else limits
+    lower = ask.read(f"{CORRECTION}.rollout_rs_threshold_lower")
+    found = [bounds(each.strip()) for each in limits.split(",")] if isinstance(limits, str) else [a_number(limits)]
+    found = [[a_number(lower), each] if lower is not None and not isinstance(each, list) else each for each in found]
+    values = {
+        "algorithm.rejection": names[0] if len(names) == 1 else names,
+        "algorithm.rejection_bounds": found[0] if len(found) == 1 else found,
+    }
+    return sets(values)
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------------------------
+
+CUSTOM = ("custom_reward_function", "reward.custom_reward_function")
+MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager.name")
+OVERLONG = (
+    "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
+    "custom_reward_function.overlong_buffer", "custom_reward_function.reward_kwargs.overlong_buffer_cfg",
+)  # fmt: skip
+ENABLED = ("reward_model.enable", "reward.reward_model.enable")
+
+# How verl chooses a reward by a row's data_source, where the user gives no function.
+SOURCES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime"), "dapo"),
+    **{f"numina_{each}": "math" for each in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")},
+}
+
+
+def by_model(ask: Ask) -> bool:
+    return truth_or_false(ask.read(*ENABLED))
+
+
+def reward_function(ask: Ask) -> Outcome:
+    """The user's own function, or the rules that verl chooses by a row's data source."""
+    path = ask.read(*(f"{key}.path" for key in CUSTOM))
+    if by_model(ask):
+        return Outcome("means nothing", "the reward model is on, and verl's reward managers then take its score alone")
+    if path is not None:
+        name = ask.read(*(f"{key}.name" for key in CUSTOM)) or "compute_score"
+        return sets({"reward.function": f"{path}:{name}"})
+    data = [*files(ask.read("data.train_files")), *files(ask.read("data.val_files"))]
+    sources = ask.theirs.seen.sources(data)
+    if sources is None:
+        told = "verl chooses the reward by a row's data_source; the data is not here, so every rule that is built stands there"
+        return sets({"reward.function": "gsm8k", "reward.sources": dict(SOURCES)}, told)
+    rules = {source: "dapo" if source.startswith("aime") else SOURCES.get(source) for source in sources}
+    if missing := [source for source, rule in rules.items() if rule is None]:
+        told = f"no rule is built for the data source {listed(missing, 3)}. Give a function: {CUSTOM[0]}.path=FILE.py"
+        return Outcome("refused", told)
+    if not rules:
+        return Outcome("refused", f"rows have no data_source to choose a rule by. Give a function: {CUSTOM[0]}.path=FILE.py")
+    (_, first), *others = rules.items()
+    differing = {source: rule for source, rule in others if rule != first}
+    values: dict[str, Any] = {"reward.function": first, **({"reward.sources": differing} if differing else {})}
+    return sets(values, f"by the data source: {', '.join(f'{source} = {rule}' for source, rule in rules.items())}")
+
+
+def reward_name(ask: Ask) -> Outcome:
+    if ask.read(*(f"{key}.path" for key in CUSTOM)) is None:
+        return Outcome("means nothing", "no path of a reward function is given")
+    return reward_function(ask)
+
+
+def reward_model_on(ask: Ask) -> Outcome:
+    if not truth_or_false(ask.value):
+        return Outcome("means nothing", "no reward model")
+    return sets({"reward.function": "reward_model"}, "its score alone is the reward, as verl's reward managers have it")
+
+
+def manager(ask: Ask) -> Outcome:
+    told = {
+        "naive": "calls the function once for each sample, as here",
+        "dapo": "as naive; its overlong penalty is algorithm.overlong_buffer",
+        "batch": "here a batch function, with plural parameters, is called once for each group",
+        "prime": "here functions always run in processes of their own, with a deadline (reward.timeout_s)",
+    }
+    if ask.value is None or ask.value in told:
+        return Outcome("means nothing", told.get(ask.value, "null: nothing is set"))
+    return Outcome(
+        "refused", f"the reward manager {written(ask.value)} is not built. Known are {', '.join(told)}; or give a reward function"
+    )
+
+
+def overlong(part: str) -> Conversion:
+    """DAPO's penalty for long responses."""
+
+    def read(ask: Ask, name: str) -> Any:
+        return ask.read(*(f"{key}.{name}" for key in OVERLONG))
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if not truth_or_false(read(ask, "enable")):
+            if part == "enable":
+                return sets({"algorithm.overlong_buffer": 0})
+            return Outcome("means nothing", "the overlong buffer is not enabled: verl does not read it either")
+        if ask.read(*MANAGERS) != "dapo":
+            return Outcome(
+                "means nothing", f"only the reward manager dapo reads it, and {MANAGERS[0]} is {written(ask.read(*MANAGERS) or 'naive')}"
+            )
+        if part == "max_resp_len":
+            longest = whole(ask.read("data.max_response_length"))
+            if whole(ask.value) == longest:
+                return Outcome("means nothing", "the buffer ends at rollout.max_new_tokens, which is this number")
+            return Outcome("refused", f"the buffer ends at rollout.max_new_tokens here, which is {longest}. Give that number")
+        values: dict[str, Any] = {"algorithm.overlong_buffer": whole(read(ask, "len") or 0)}
+        if values["algorithm.overlong_buffer"] and read(ask, "penalty_factor") is not None:
+            values["algorithm.overlong_penalty"] = a_number(read(ask, "penalty_factor"))
+        return sets(values)
+
+    return become
+
+
+# ---- the optimizer -----------------------------------------------------------------------------------------------------------------
+
+
+def updates_per_step(ask: Ask) -> int:
+    batch, mini = whole(ask.read("data.train_batch_size")), whole(ask.read(f"{ACTOR}.ppo_mini_batch_size"))
+    return math.ceil(batch / max(1, min(mini, batch))) * whole(ask.read(f"{ACTOR}.ppo_epochs"))
+
+
+def warmup_steps(ask: Ask) -> Outcome:
+    """verl's scheduler moves once a step, ours with every update."""
+    if ask.value is None or whole(ask.value) <= 0:
+        return Outcome("means nothing", "lr_warmup_steps_ratio counts instead, as in verl")
+    each = updates_per_step(ask)
+    count = whole(ask.value) * each
+    return sets({"train.warmup_steps": count}, f"{many(whole(ask.value), 'step')} x {many(each, 'update')} = {count} optimizer steps")
+
+
+def warmup_ratio(*prefixes: str, per_step: bool = True) -> Conversion:
+    """A share of the run's steps."""
+
+    def become(ask: Ask) -> Outcome:
+        ratio = a_number(ask.value or 0)
+        given = next((ask.read(f"{prefix}.lr_warmup_steps") for prefix in prefixes if ask.has(f"{prefix}.lr_warmup_steps")), None)
+        if given is not None and whole(given) > 0:
+            return Outcome("means nothing", "lr_warmup_steps is given, and counts before it")
+        if ratio == 0:
+            return sets({"train.warmup_steps": 0})
+        total = steps_of_run(ask)
+        if total is None:
+            remedy = f"Add {STEPS}=N, or {prefixes[0]}.lr_warmup_steps=N"
+            return Outcome("refused", f"{ratio:g} of the run's steps, and the data is not here to count them. {remedy}")
+        each = updates_per_step(ask) if per_step else 1
+        count = int(ratio * total) * each
+        return sets({"train.warmup_steps": count}, f"{ratio:g} x {many(total, 'step')} x {many(each, 'update')} = {count} optimizer steps")
+
+    return become
+
+
+def schedule(ask: Ask) -> Outcome:
+    known = {"constant": "constant", "cosine": "cosine", "linear": "linear", None: "constant"}
+    if ask.value not in known:
+        return Outcome("refused", f"the schedule {written(ask.value)} is not built. Use constant, linear or cosine")
+    return NULL if ask.value is None else sets({"train.schedule": known[ask.value]})
+
+
+def least_rate(ask: Ask) -> Outcome:
+    """Megatron's smallest learning rate as a share of the largest."""
+    if ask.value is None:
+        return NULL
+    peak = a_number(ask.read(f"{ACTOR}.optim.lr"))
+    return sets({"train.min_lr_ratio": a_number(ask.value) / peak}, f"{a_number(ask.value):g} / {peak:g}")
+
+
+def optimizer(ask: Ask) -> Outcome:
+    if str(ask.value).lower() in ("adam", "adamw", "none"):
+        return Outcome("means nothing", "AdamW, as here")
+    return Outcome("refused", f"the optimizer {written(ask.value)} is not built. Use AdamW")
+
+
+# ---- other -------------------------------------------------------------------------------------------------------------------------
+
+
+LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def names_of(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+
+
+def for_loggers(ours: str) -> Conversion:
+    """A name that loggers show, where there are any."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None or not set(names_of(ask.read("trainer.logger"))) & set(LOGGERS):
+            return Outcome("means nothing", "no logger of fulltilt's is asked for, which would show it; run.dir is the run's folder")
+        return sets({ours: ask.value})
+
+    return become
+
+
+def loggers(ask: Ask) -> Outcome:
+    given = names_of(ask.value)
+    known = [each for each in given if each in LOGGERS]
+    others = [each for each in given if each not in (*known, "console")]
+    told = "the console always shows every step" if "console" in given else ""
+    if others:
+        told = f"warning: there is no logger {' or '.join(others)} here; metrics.jsonl in the run's folder has every number"
+    return sets({"log.to": known}, told) if known else Outcome("means nothing", told or "no logger")
+
+
+def truncation(ask: Ask) -> Outcome:
+    longer = "a prompt with more tokens than data.max_prompt_tokens is skipped here, and the run reports how many are"
+    if ask.value in (None, "error"):
+        return Outcome("means nothing", f"verl stops at such a prompt; {longer}")
+    if ask.value in ("left", "right", "middle"):
+        return Outcome("means nothing", f"verl cuts the prompt ({ask.value}); {longer}, for half a question has no right answer")
+    return Outcome("refused", f"{written(ask.value)} is none of error, left, right and middle")
+
+
+def resume(ask: Ask) -> Outcome:
+    known = {"auto": "auto", "disable": "never"}
+    if ask.value in known:
+        return sets({"run.resume": known[ask.value]})
+    return Outcome(
+        "refused", "a run resumes from the newest checkpoint in run.dir. To start from weights elsewhere, give them as model.path"
+    )
+
+
+def kept(ask: Ask) -> Outcome:
+    count = KEEP_ALL if ask.value is None else whole(ask.value)
+    return sets({"run.keep": count}, "verl keeps all checkpoints" if ask.value is None else "")
+
+
+def every(ours: str) -> Conversion:
+    """Steps between two events; -1 is never."""
+
+    def become(ask: Ask) -> Outcome:
+        return sets({ours: max(0, whole(ask.value or 0))}, "the last step is saved in any case" if "save" in ours else "")
+
+    return become
+
+
+def before_training(ask: Ask) -> Outcome:
+    on = truth_or_false(ask.value)
+    if on and ask.read("data.val_files") is None:
+        return Outcome("means nothing", "there is no validation data: data.val_files is not given")
+    return sets({"run.eval_before": on})
+
+
+def validation_temperature(ask: Ask) -> Outcome:
+    if ask.has(f"{ROLLOUT}.val_kwargs.do_sample") and not truth(ask.read(f"{ROLLOUT}.val_kwargs.do_sample")):
+        return sets({"eval.temperature": 0.0}, "do_sample is False: validation is greedy")
+    return sets({"eval.temperature": a_number(ask.value)})
+
+
+def validation_sampling(ask: Ask) -> Outcome:
+    if ask.value is None:
+        return NULL
+    if truth(ask.value):
+        return sets({"eval.temperature": a_number(ask.read(f"{ROLLOUT}.val_kwargs.temperature"))}, "at val_kwargs.temperature")
+    return sets({"eval.temperature": 0.0}, "greedy")
+
+
+def sampling(ask: Ask) -> Outcome:
+    if ask.value is None or truth(ask.value):
+        return Outcome("means nothing", "training always samples")
+    return Outcome("refused", "greedy samples of a prompt are all the same, and teach nothing. Remove it")
+
+
+def nodes(ask: Ask) -> Outcome:
+    count = whole(ask.value)
+    if count == 1:
+        return sets({"cluster.nodes": 1})
+    return sets({"cluster.nodes": count, "cluster.address": "auto"}, "over the Ray cluster of this machine")
+
+
+def device(ask: Ask) -> Outcome:
+    if ask.value in ("cuda", "cpu"):
+        return sets({"run.device": ask.value})
+    return Outcome("refused", f"there is no device {written(ask.value)} here. Use cuda or cpu")
+
+
+def long_enough(*names: str) -> Conversion:
+    """A limit of tokens: at least prompt and response together, or it would cut them."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        longest = sum(whole(ask.read(name)) for name in ("data.max_prompt_length", "data.max_response_length"))
+        if whole(ask.value) >= longest:
+            return Outcome("means nothing", f"prompt and response have at most {longest} tokens")
+        return Outcome("refused", f"prompt and response may have {longest} tokens, and nothing is cut here. Lower data.max_response_length")
+
+    return become
+
+
+def multi_turn(ask: Ask) -> Outcome:
+    enabled = truth_or_false(ask.read(f"{ROLLOUT}.multi_turn.enable"))
+    asks_for_tools = ask.key.endswith(("_path", "tool_config_path")) and ask.value is not None
+    if enabled or asks_for_tools:
+        return Outcome("refused", "multi-turn rollouts and tools are not built in this version: a sample is one response to one prompt")
+    return Outcome("means nothing", "multi-turn rollouts are off, as here")
+
+
+def group_of(choices: Mapping[str, str]) -> Conversion:
+    def become(ask: Ask) -> Outcome:
+        if ask.value in choices:
+            return Outcome("means nothing", choices[ask.value])
+        return Outcome("refused", f"{written(ask.value)} is not known here. Use {' or '.join(choices)}")
+
+    return become
+
+
+def reward_workers(ask: Ask) -> Outcome:
+    """A pool of GPUs for the reward model alone."""
+    if not truth_or_false(ask.read("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")):
+        return Outcome("means nothing", "the reward model shares the GPUs of the others: enable_resource_pool is False")
+    names = [f"{prefix}.{{}}" for prefix in ("reward_model", "reward.reward_model")]
+    gpus, machines = (ask.read(*(name.format(each) for name in names)) for each in ("n_gpus_per_node", "nnodes"))
+    count = whole(gpus or 0) * max(1, whole(machines or 1))
+    return sets({"cluster.roles": {"reward_model": count}}, "workers of the run that have only the reward model")
+
+
+def template_argument(ask: Ask) -> Outcome:
+    """The arguments of the chat template, one key each."""
+    prefix = ask.key.removesuffix(f".{ask.below}") if ask.below else ask.key
+    given = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
+    return sets({"data.template_args": given}) if given else Outcome("means nothing", "no arguments")
+
+
+def reward_argument(ask: Ask) -> Outcome:
+    """The arguments of the user's reward function, one key each."""
+    if ask.read(*(f"{key}.path" for key in CUSTOM)) is None:
+        return Outcome("refused", "there is no reward function of your own that could take it. Give custom_reward_function.path too")
+    prefix = ask.key.removesuffix(f".{ask.below}")
+    given = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
+    return sets({"reward.args": given})
+
+
+TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",), "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}  # fmt: skip
+
+
+def targets(ask: Ask) -> Outcome:
+    """Layers with adapters; Megatron's names are those of joined layers."""
+    if ask.value is None:
+        return NULL
+    if ask.value == "all-linear":
+        return sets({"lora.targets": "all-linear"})
+    given = ask.value if isinstance(ask.value, list) else [ask.value]
+    found = [name for each in given for name in TARGETS.get(str(each), (str(each),))]
+    return sets({"lora.targets": found}, "Megatron's layers by Hugging Face's names" if found != given else "")
+
+
+def dropout(ask: Ask) -> Outcome:
+    if ask.below.endswith(("dropout", "pdrop")) and a_number(ask.value) == 0:
+        return Outcome("means nothing", "no dropout, as here")
+    if ask.below in ("attn_implementation", "_attn_implementation", "moe_config.freeze_moe_router") and not isinstance(ask.value, bool):
+        return Outcome("means nothing", "one attention function serves training and rollout here")
+    if ask.below.endswith("max_position_embeddings"):
+        return Outcome(
+            "means nothing", "config.json says how many positions the model has, and the run checks that prompt and response fit"
+        )
+    if ask.value in (None, {}, False):
+        return Outcome("means nothing", "nothing is overridden")
+    return Outcome("refused", "the model's own config.json holds here. Change it there")
+
+
+def all_prompts(ask: Ask) -> Outcome:
+    if ask.value in (None, -1):
+        return Outcome("means nothing", "all prompts, as here")
+    return sets({"eval.max_prompts": whole(ask.value)}, "the first ones; verl draws them")
+
+
+def optimizer_package(ask: Ask) -> Outcome:
+    if ask.value in (None, "torch.optim"):
+        return Outcome("means nothing", "AdamW with float32 moments and master weights, as here")
+    return Outcome("refused", "only AdamW with float32 moments is built. Remove it")
+
+
+def critic_adapters(ask: Ask) -> Outcome:
+    rank, own = whole(ask.read(f"{MODEL}.lora_rank", f"{MODEL}.lora.rank") or 0), whole(ask.value or 0)
+    if own == rank:
+        return Outcome("means nothing", "as the actor's")
+    if own == 0:
+        return sets({"lora.critic": False})
+    return Outcome("refused", f"actor and critic have adapters of one rank, and the actor's is {rank}. Give both the same")
+
+
+def multi_token(ask: Ask) -> Outcome:
+    on = any(truth_or_false(ask.read(f"{MODEL}.mtp.{name}")) for name in ("enable", "enable_train", "enable_rollout"))
+    if on:
+        return Outcome("refused", "multi-token prediction is not built. Remove it")
+    return Outcome("means nothing", "multi-token prediction is off, as here")
+
+
+def critic_switch(ask: Ask) -> Outcome:
+    has = ask.read("algorithm.adv_estimator") == "gae"
+    if ask.value is None or truth(ask.value) == has:
+        return Outcome("means nothing", "the algorithm decides whether there is a critic: with gae there is one")
+    return Outcome("refused", "the algorithm decides whether there is a critic: with algorithm.adv_estimator=gae there is one")
+
+
+def score_method(ask: Ask) -> Outcome:
+    if ask.below == "method" and ask.value == "flexible":
+        return sets({"reward.function": "gsm8k_flexible"})
+    if ask.value in (None, {}, "strict"):
+        return Outcome("means nothing", "as here")
+    return Outcome("refused", "the rules take no further arguments. Give a function: custom_reward_function.path")
+
+
+def folder(ask: Ask) -> Outcome:
+    default = f"checkpoints/{ask.read('trainer.project_name')}/{ask.read('trainer.experiment_name')}"
+    return sets({"run.dir": default if ask.value is None else str(ask.value)})
+
+
+def processes(ask: Ask) -> Outcome:
+    if ask.value in ("gpu", "auto"):
+        return sets({"cluster.workers": "auto"})
+    return sets({"cluster.workers": whole(ask.value)})
+
+
+def lora_alpha(ask: Ask) -> Outcome:
+    """verl's default is 16 for FSDP and 32 for Megatron, whose keys are below `lora`."""
+    if not ask.given and ask.has(f"{MODEL}.lora.rank"):
+        return sets({"lora.alpha": 32.0})
+    return sets({"lora.alpha": a_number(ask.value)})
+
+
+def reward_parts(ask: Ask) -> Outcome:
+    """GDPO's parts of the reward, and their weights."""
+    names, weights = ask.read("algorithm.gdpo_reward_keys"), ask.read("algorithm.gdpo_reward_weights")
+    if ask.read("algorithm.adv_estimator") != "gdpo" or not names:
+        return Outcome("means nothing", "only algorithm.adv_estimator=gdpo reads it, with gdpo_reward_keys")
+    numbers = [a_number(each) for each in weights] if weights else [1.0] * len(names)
+    if len(numbers) != len(names):
+        raise WrongValue(f"{len(names)} parts and {len(numbers)} weights: give a weight for each")
+    return sets({"algorithm.reward_parts": dict(zip(map(str, names), numbers, strict=True))})

@@ -1,0 +1,217 @@
+"""verl's trainers for supervised fine-tuning, key by key: `verl.trainer.fsdp_sft_trainer` and `verl.trainer.sft_trainer`.
+
+As in `verl`; the two trainers have other names for the same things, and stand in the same rows.
+"""
+
+from __future__ import annotations
+
+from fulltilt.compat import verl_rules as rules
+from fulltilt.compat.translate import (
+    Ask,
+    Conversion,
+    Outcome,
+    Row,
+    Table,
+    a_number,
+    nothing,
+    number,
+    off,
+    only,
+    sets,
+    switch,
+    to,
+    truth,
+    whole,
+)
+from fulltilt.compat.verl import ALWAYS_SAVED, LAUNCHER, NO_PADDING
+
+ENGINE = "{engine,model.fsdp_config}"
+
+
+def warmup(ask: Ask) -> Outcome:
+    """A share of the run's steps, which are optimizer steps here."""
+    ratio = a_number(ask.value or 0)
+    if ask.has("optim.lr_warmup_steps") and whole(ask.read("optim.lr_warmup_steps") or -1) > 0:
+        return Outcome("means nothing", "lr_warmup_steps is given, and counts before it")
+    total = rules.steps_of_run(ask)
+    if ratio == 0:
+        return sets({"train.warmup_steps": 0})
+    if total is None:
+        remedy = f"Add {rules.STEPS}=N, or optim.lr_warmup_steps=N"
+        return Outcome("refused", f"{ratio:g} of the run's steps, and the data is not here to count them. {remedy}")
+    return sets({"train.warmup_steps": int(ratio * total)}, f"{ratio:g} x {total} steps")
+
+
+def micro(ask: Ask) -> Outcome:
+    if ask.value is None or whole(ask.value) < 1:
+        return Outcome("means nothing", "left to auto")
+    if truth(ask.read("data.use_dynamic_bsz") or False):
+        return Outcome("means nothing", "micro-batches are filled by tokens, for data.use_dynamic_bsz is on")
+    return sets({"actor.dynamic_batch": False, "actor.micro_batch": whole(ask.value)})
+
+
+def micro_over_all(ask: Ask) -> Outcome:
+    if ask.value is None:
+        return rules.NULL
+    each = max(1, whole(ask.value) // rules.workers(ask))
+    why = f"counted over all GPUs, which verl deprecates: {whole(ask.value)} / {rules.workers(ask)} GPUs = {each} per GPU"
+    return sets({"actor.dynamic_batch": False, "actor.micro_batch": each}, why)
+
+
+def column(ours: str, keys: str) -> Conversion:
+    """A column; verl reads a part of it, where `keys` names one."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return rules.NULL
+        inside = ask.read(keys)
+        if inside and ask.has(keys):
+            part = inside[0] if isinstance(inside, list) else inside
+            return Outcome(
+                "refused", f"{ours} names a column, and {part} is a part of one. Write rows with columns of their own (docs/data.md)"
+            )
+        return sets({ours: str(ask.value)})
+
+    return become
+
+
+def inside(ask: Ask) -> Outcome:
+    if ask.value in (None, []):
+        return Outcome("means nothing", "columns are read whole, as here")
+    return Outcome("refused", "a column is read whole here. Write rows with a column each for prompt and response (docs/data.md)")
+
+
+def longer(ask: Ask) -> Outcome:
+    skipped = "a row with more tokens than data.max_tokens is skipped here, and the run reports how many are"
+    told = {
+        None: "verl stops at such a row",
+        "error": "verl stops at such a row",
+        "left": "verl cuts the row",
+        "right": "verl cuts the row",
+    }
+    if ask.value not in told:
+        return Outcome("refused", "use error, left or right")
+    return Outcome("means nothing", f"{told[ask.value]}; {skipped}")
+
+
+def schedule(ask: Ask) -> Outcome:
+    return (
+        rules.schedule(ask) if ask.value != "wsd" else Outcome("refused", "the schedule wsd is not built. Use constant, linear or cosine")
+    )
+
+
+SFT = Table(
+    "verl's SFT trainer",
+    (
+        Row("data.train_files", rules.files_to("data.train")),
+        Row("data.val_files", rules.files_to("data.val")),
+        Row("data.train_batch_size", to("algorithm.prompts_per_step"), default=256, note="rows of an optimizer step, over all GPUs"),
+        Row("data.prompt_key", column("data.prompt_key", "data.prompt_dict_keys")),
+        Row("data.response_key", column("data.response_key", "data.response_dict_keys")),
+        Row("data.prompt_dict_keys data.response_dict_keys", inside),
+        Row("data.messages_key data.multiturn.messages_key", to("data.messages_key")),
+        Row("data.multiturn.enable", nothing("a row with messages is read as a conversation, one with prompt and response as such")),
+        Row(
+            "data.tools_key data.multiturn.tools_key data.enable_thinking_key data.multiturn.enable_thinking_key "
+            "data.enable_thinking_default",
+            nothing("columns of tools and of thinking are not read"),
+        ),
+        Row("data.max_length", to("data.max_tokens"), default=1024),
+        Row("data.truncation", longer),
+        Row("data.micro_batch_size_per_gpu", micro),
+        Row("data.micro_batch_size", micro_over_all),
+        Row("data.use_dynamic_bsz", switch("actor.dynamic_batch")),
+        Row("data.max_token_len_per_gpu", to("actor.token_budget")),
+        Row("data.apply_chat_template_kwargs data.apply_chat_template_kwargs.*", rules.template_argument),
+        Row("data.{train_max_samples,val_max_samples}", only(-1, None, nothing="all rows, as here", refused="write a smaller file")),
+        Row(
+            "data.custom_cls data.custom_cls.*",
+            off("a data set class of your own cannot be loaded. Write its rows to a file (docs/data.md)"),
+        ),
+        Row(
+            "data.chat_template", off("model.chat_template names a file. Write the template to one, and give it in the run file (--write)")
+        ),
+        Row("data.{balance_dp_token,use_shm,num_workers,ignore_input_ids_mismatch}", nothing("there is nothing of this kind here")),
+        Row("data.pad_mode", nothing(NO_PADDING)),
+        Row("model.partial_pretrain model.path", to("model.path")),
+        Row("model.trust_remote_code", switch("model.trust_remote_code")),
+        Row("model.enable_gradient_checkpointing", to("train.recompute", values={True: "full", False: "none"})),
+        Row("model.enable_activation_offload", switch("train.offload_activations")),
+        Row("model.use_liger model.use_liger_kernel", switch("train.fused_layers")),
+        Row("model.use_fused_kernels", switch("train.fused_head")),
+        Row("model.use_remove_padding use_remove_padding", switch("train.packing")),
+        Row("model.lora_rank model.lora.rank", to("lora.rank"), default=0),
+        Row("model.lora_alpha model.lora.alpha", number("lora.alpha"), default=16.0),
+        Row("model.target_modules model.lora.target_modules", rules.targets),
+        Row("model.exclude_modules", off("name the layers that get an adapter: model.target_modules=[q_proj,v_proj]")),
+        Row("model.lora_adapter_path model.lora.adapter_path", to("lora.path")),
+        Row("model.lora.*", nothing("adapters start at 0, and all else is frozen")),
+        Row("model.strategy engine.strategy", to("train.shard", values={"fsdp": "full", "fsdp2": "full", "megatron": "optimizer"})),
+        Row(f"{ENGINE}.{{param_offload,offload_params}}", switch("train.offload_params")),
+        Row("model.fsdp_config.cpu_offload", switch("train.offload_optimizer", "train.offload_params")),
+        Row(f"{ENGINE}.optimizer_offload", switch("train.offload_optimizer")),
+        Row(f"{ENGINE}.reshard_after_forward", switch("train.reshard_after_forward")),
+        Row(f"{ENGINE}.forward_prefetch", switch("train.forward_prefetch")),
+        Row("engine.tensor_model_parallel_size", to("train.tensor_parallel")),
+        Row("engine.expert_model_parallel_size", to("train.expert_parallel")),
+        Row(
+            "engine.{pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,context_parallel_size,expert_tensor_parallel_size}",
+            rules.one_size(None, "this parallelism", "Use tensor_model_parallel_size, or --retune"),
+        ),
+        Row("ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size", to("train.sequence_parallel")),
+        Row("engine model.fsdp_config", nothing("there is one trainer here")),
+        Row(f"{ENGINE}.*", nothing("parameters are shared out layer by layer, float32 masters kept")),
+        Row("model.override_config model.override_config.*", rules.dropout),
+        Row(
+            "model.{external_lib,hf_config_path,tokenizer_path,custom_chat_template}",
+            off("configuration and tokenizer are those of model.path"),
+        ),
+        Row("model.{use_shm,tiled_mlp.*,mtp.*,fused_kernel_options.*,fused_kernel_options,truncate_padding}", nothing("off, as here")),
+        Row("optim.lr", number("train.lr"), default=1e-5),
+        Row("optim.betas", to("train.betas"), default=[0.9, 0.95]),
+        Row("optim.weight_decay", number("train.weight_decay"), default=0.01, note="here on matrices only, in verl on all parameters"),
+        Row("optim.clip_grad", number("train.clip_grad"), default=1.0),
+        Row(
+            "optim.lr_warmup_steps",
+            lambda ask: (
+                nothing("lr_warmup_steps_ratio counts")(ask)
+                if whole(ask.value or -1) < 1
+                else sets({"train.warmup_steps": whole(ask.value)})
+            ),
+        ),
+        Row("optim.{lr_warmup_steps_ratio,warmup_steps_ratio}", warmup, default=0.1),
+        Row("optim.{lr_scheduler,lr_scheduler_type,warmup_style,lr_decay_style}", schedule, default="cosine"),
+        Row("optim.min_lr_ratio", number("train.min_lr_ratio")),
+        Row("optim.optimizer", rules.optimizer),
+        Row("optim.optimizer_impl", rules.optimizer_package),
+        Row("optim.override_optimizer_config optim.override_optimizer_config.*", off("AdamW has no further settings here")),
+        Row("optim optim.*", nothing("AdamW has no setting of this kind here")),
+        Row("trainer.total_training_steps", rules.steps),
+        Row("trainer.total_epochs", rules.epochs, default=4),
+        Row("trainer.n_gpus_per_node", to("cluster.workers")),
+        Row("trainer.nnodes", rules.nodes),
+        Row("trainer.device", rules.device),
+        Row("trainer.seed", to("run.seed"), default=1),
+        Row("trainer.project_name", rules.for_loggers("log.project"), default="gsm8k-sft"),
+        Row("trainer.experiment_name", rules.for_loggers("log.name"), default="test"),
+        Row("trainer.default_local_dir", rules.folder, default=None),
+        Row("trainer.logger", rules.loggers),
+        Row("trainer.save_freq", rules.every("run.save_every"), default=-1),
+        Row("trainer.test_freq", rules.every("run.eval_every"), default=-1),
+        Row("trainer.max_ckpt_to_keep", rules.kept, default=None),
+        Row("trainer.resume_mode", rules.resume, default="auto"),
+        Row("trainer.{resume_from_path,resume_path}", off("a run resumes from the newest checkpoint in run.dir")),
+        Row("trainer.default_hdfs_dir", off("checkpoints are in run.dir. Copy them from there")),
+        Row("trainer.balance_batch", switch("train.balance")),
+        Row("trainer.{profile_interval,checkpoint.*,checkpoint}", nothing(ALWAYS_SAVED)),
+        Row("checkpoint.*", nothing(ALWAYS_SAVED)),
+        Row("profiler.* global_profiler.*", nothing("timing_s/* metrics have the seconds of each phase")),
+        Row("hydra.*", nothing("Hydra's own settings")),
+        Row("*._target_", nothing("the name of a class of verl's")),
+        *LAUNCHER,
+    ),
+    always={"algorithm.name": "sft"},
+)
+
+NEWER = {"optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0, "optim.lr_scheduler": "constant"}
+"""Defaults of `verl.trainer.sft_trainer`, where they differ from those of `verl.trainer.fsdp_sft_trainer`."""
