@@ -108,21 +108,22 @@ class Notes:
         own = self.worker.ranks.number
         if not self.worker.shards:
             return [own]
-        group = self.worker.shards[0].sharing.group
+        actors = self.shards_of(self.worker.actor.model) if "actor" in self.worker.roles else None
+        group = (actors or self.worker.shards[0]).sharing.group
         return [own + (rank - group.rank) * group.step for rank in range(group.size)]
 
-    def copies(self) -> int:
-        """Groups that share the parameters out, each among its own workers."""
-        sharing = self.worker.shards[0].sharing if self.worker.shards else None
-        return sharing.everyone.size // sharing.group.size if sharing else 1
+    def copies(self) -> dict[str, int]:
+        """By role that learns: groups that share the parameters out, each among its own workers."""
+        shards = {role: self.shards_of(each.role.model) for role, each in self.worker.trainers.items()}  # type: ignore[attr-defined]
+        return {role: own.sharing.everyone.size // own.sharing.group.size if own else 1 for role, own in shards.items()}
 
     def parts(self) -> Parts:
         """Which part of each role's model this worker has."""
         found: dict[str, Any] = {role: own for role, each in self.worker.trainers.items() if (own := each.optimizer._divided)}
         cuts = {role: {name: own.part.cut(name) for name in own.part.whole} for role, own in found.items()}
-        ranks = {own.part.ranks.rank for own in found.values()} or {self.worker.actor.tensor.rank if "actor" in self.worker.roles else 0}
-        (rank,) = ranks
-        return Parts(rank, cuts, apart=any(own.replicas for own in found.values()))
+        ranks = {"actor": self.worker.actor.tensor.rank if "actor" in self.worker.roles else 0}
+        ranks |= {role: own.part.ranks.rank for role, own in found.items()}
+        return Parts(ranks, cuts, frozenset(role for role, own in found.items() if own.replicas))
 
     def sampled_from(self) -> Whole | None:
         """The whole actor, or part of it, that a rollout engine has beside the shards; None where there is none with the latest weights, or
@@ -175,9 +176,20 @@ class Notes:
 class Parts:
     """Which part of each role's model a worker has."""
 
-    rank: int
+    ranks: dict[str, int]  # by role
     cuts: dict[str, dict[str, CutTensor]]  # by role
-    apart: bool = False  # whether only some parameters are in parts, and all workers share out the others
+    apart: frozenset[str] = frozenset()  # roles of which only some parameters are in parts, and all workers share out the others
+
+    def rank(self, role: str) -> int:
+        return self.ranks.get(role, 0)
+
+    def size(self, role: str) -> int:
+        return max((cut.size for cut in self.cuts.get(role, {}).values()), default=1)
+
+    @property
+    def largest(self) -> str:
+        """The role of which most members have parts."""
+        return max(self.cuts, key=self.size, default="actor")
 
     def joined(self, role: str, parts: Sequence[Whole]) -> Whole:
         """The whole of what the members have parts of, flat."""
@@ -194,8 +206,8 @@ class Parts:
         """The whole of what worker `rank` and the other members of its group have parts of."""
         if role not in self.cuts:
             return each[rank]
-        size = next(iter(self.cuts[role].values())).size
-        return self.joined(role, each[rank - self.rank : rank - self.rank + size])
+        first = rank - self.rank(role)
+        return self.joined(role, each[first : first + self.size(role)])
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -486,8 +498,8 @@ class Pool:
         steps = {role: [own[role] for own in each if own and role in own] for own in filter(None, each) for role in own}
         holding = {role: [rank for rank, own in enumerate(each) if own and role in own] for role in steps}
         counted = list(zip(ask("copies"), each, strict=True))
-        copies = {role: max(count for count, own in counted if own and role in own) for role in steps}
-        parts: list[Parts] = [own or Parts(0, {}) for own in ask("parts")]
+        copies = {role: max(counts[role] for counts, own in counted if own and role in own) for role in steps}
+        parts: list[Parts] = [own or Parts({}, {}) for own in ask("parts")]
         gradients = {
             role: [gathered(role, list(pieces), copies[role], [parts[rank] for rank in holding[role]]) for pieces in zip(*own, strict=True)]
             for role, own in steps.items()
@@ -495,17 +507,18 @@ class Pool:
 
         def whole(pieces: Sequence[Pieces | None]) -> list[Whole]:
             """The actor's parameters of each worker, or of its group."""
-            if parts[0].apart and len(groups[0]) > 1:
+            if "actor" in parts[0].apart and len(groups[0]) > 1:
                 return [gathered("actor", [own or {} for own in pieces], 1, parts)] * len(pieces)
             each = [joined([pieces[rank] or {} for rank in group]) for group in groups]
             return [own.undivided("actor", each, rank) for rank, own in enumerate(parts)]
 
         begin, end = whole(ask("loaded")), whole(ask("parameters"))
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
-        names = ["".join(names[rank - own.rank : rank - own.rank + size]) for rank, own in enumerate(parts) for size in [own_size(own)]]
+        firsts = [rank - own.rank(own.largest) for rank, own in enumerate(parts)]
+        names = ["".join(names[first : first + own.size(own.largest)]) for first, own in zip(firsts, parts, strict=True)]
         restored, states, skipped, moved, engines = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
         sampled = [
-            own.undivided("actor", engines, rank) if each and not own.apart else each
+            own.undivided("actor", engines, rank) if each and "actor" not in own.apart else each
             for rank, (own, each) in enumerate(zip(parts, engines, strict=True))
         ]
         return Noted(restored, states, skipped, moved, sampled, groups, begin, end, names, gradients)
@@ -540,17 +553,13 @@ def for_workers(count: int, overrides: Sequence[str]) -> list[str]:
     return [f"cluster.workers={count}", *(each for each in overrides if count > 1 or not each.startswith("train.balance="))]
 
 
-def own_size(own: Parts) -> int:
-    return max((cut.size for cuts in own.cuts.values() for cut in cuts.values()), default=1)
-
-
 def gathered(role: str, pieces: Sequence[Pieces], copies: int, parts: Sequence[Parts]) -> Whole:
     """What all workers of a role have together: pieces of the whole, or of their part of it."""
-    size, cuts = own_size(parts[0]), parts[0].cuts.get(role, {})
-    common = {name for name, cut in cuts.items() if parts[0].apart and cut.cut.shape(cut.shape, 0) == cut.shape}
+    size, cuts = parts[0].size(role), parts[0].cuts.get(role, {})
+    common = {name for name, cut in cuts.items() if role in parts[0].apart and cut.cut.shape(cut.shape, 0) == cut.shape}
     of_all = joined([{name: each for name, each in own.items() if name in common} for own in pieces], copies)
     others = [{name: each for name, each in own.items() if name not in common} for own in pieces]
-    each = [joined([own for own, part in zip(others, parts, strict=True) if part.rank == rank], copies) for rank in range(size)]
+    each = [joined([own for own, part in zip(others, parts, strict=True) if part.rank(role) == rank], copies) for rank in range(size)]
     return {**of_all, **parts[0].undivided(role, each, 0)}
 
 

@@ -280,7 +280,10 @@ OF_SEVERAL_WORKERS = r"communication/|driver/|sync/|memory_spread_gib/|timing_s/
 def measured(place: Path, small_models: Path) -> dict[str, list[dict[str, Any]]]:
     """Metrics of the README's own run and of some examples, each cut to a few steps that use all that can be switched on."""
     runs = {
-        "readme": load_in(place, "mine/run.toml", "run.dir=runs/first", "run.steps=1", "run.device=cpu", "algorithm.samples_per_prompt=4"),
+        "readme": load_in(
+            place, "mine/run.toml", "run.dir=runs/first", "run.steps=1", "run.device=cpu", "algorithm.samples_per_prompt=4",
+            "algorithm.loss=kl_cov", "algorithm.rejection=token_k1", "algorithm.rejection_bounds=2",
+        ),
         "grpo": load_in(
             place, "examples/custom_reward/run.toml", "run.steps=2", "run.save_every=1", "run.eval_every=1",
             "algorithm.minibatches_per_step=2", "algorithm.kl_coef=0.1", "algorithm.samples_per_prompt=4",

@@ -18,17 +18,22 @@ from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.plan import (
     SLACK,
     Budgets,
+    Division,
     Facts,
     Plan,
     RoleFacts,
     RolePlan,
     RoleSettings,
+    RoleSizes,
     check_context,
     check_loading,
+    choose_division,
     choose_sharding,
     decode_bytes,
+    divided,
     given_decisions,
     graphs_in_words,
+    how_it_fits,
     loading_order,
     make_plan,
     micro_batch_tokens,
@@ -41,8 +46,8 @@ from fulltilt.plan import (
     uses_graphs,
 )
 from fulltilt.records import UserError
-from fulltilt.schema import Config
-from fulltilt.shape import Shape
+from fulltilt.schema import Config, value_of
+from fulltilt.shape import QWEN2, Shape
 
 GIB = 1 << 30
 RESPONSE = 256  # tokens, as the configuration has it
@@ -730,6 +735,149 @@ def test_offloads_are_decided_by_what_a_worker_holds() -> None:
     assert settings(UNSHARDED).offload_optimizer and not settings(Sharding("optimizer", 8, 8)).offload_optimizer
     full = settings(Sharding("full", 8, 8))
     assert not full.offload_optimizer and not full.offload_params and not full.offload_activations
+
+
+# -- among how many workers models are divided ------------------------------------------------------------------------------------------
+
+QWEN_72B = QWEN2 | {
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMO = {"model_type": "olmo2", "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+OLMO |= {"num_key_value_heads": 40, "vocab_size": 100352, "tie_word_embeddings": False}
+LONG_RESPONSES = {"rollout": {"max_new_tokens": 8192}}
+OPTIMIZER = {"train": {"shard": "optimizer"}}
+
+
+def to_divide(shape: str | dict[str, Any], workers: int, gb: int, given: Config, roles: tuple[str, ...], *, rollout: bool = True) -> Facts:
+    found = Shape.named(shape) if isinstance(shape, str) else Shape.from_config(shape)
+    models = {role: RoleFacts.of_shape(found, given, "cuda", learns=role in ("actor", "critic"), role=role) for role in roles}
+    return Facts("cuda", gb * 10**9, 0, models, 1024, 1, rollout=rollout, sharding=Sharding(workers=workers))
+
+
+# The model, how many devices, GB of each; settings; tensor, expert and rollout sizes, how parameters are shared out, and what is said.
+DIVISIONS: dict[str, tuple[str | dict[str, Any], int, int, dict[str, Any], tuple[int, int, int, str], str]] = {
+    "7B fits whole on each": ("7B", 8, 80, LONG_RESPONSES, (1, 1, 1, "optimizer"), r"tensor_parallel = 1 \(auto: the run fits, with 6\d"),
+    "7B and long contexts: fewer replicas, each with a larger cache": (
+        "7B", 8, 80, {"rollout": {"max_new_tokens": 65536}}, (1, 1, 2, "full"),
+        r"rollout.tensor_parallel = 2 \(auto: with fewer, models, optimizer and a KV cache for 16 samples of 66560 tokens would take 1\d\d",
+    ),
+    "32B: shards fit, a whole copy for rollouts does not": (
+        "32B", 8, 141, LONG_RESPONSES, (1, 1, 2, "full"),
+        r"rollout.tensor_parallel = 2 \(auto: with fewer, parameters, gradients, optimizer and the engine's copy would take 1\d\d",
+    ),
+    "32B on smaller devices": ("32B", 16, 80, LONG_RESPONSES, (1, 1, 4, "full"), r"rollout.tensor_parallel = 4 \(auto: with fewer"),
+    "72B on eight machines": (QWEN_72B, 64, 141, LONG_RESPONSES, (1, 1, 2, "full"), r"rollout.tensor_parallel = 2 \(auto: with fewer"),
+    "32B, nothing sampled": ("32B", 8, 80, {"algorithm": {"name": "sft"}}, (1, 1, 1, "full"), r"^train.tensor_parallel = 1 \(auto"),
+    "7B, parameters not to be shared out": (
+        "7B", 8, 40, OPTIMIZER, (2, 1, 2, "optimizer"), r"train.tensor_parallel = 2 \(auto: with fewer, parameters, .* would take 46.9 GiB",
+    ),
+    "32B, parameters not to be shared out: the engine reads them": (
+        "32B", 8, 80, OPTIMIZER, (4, 1, 4, "optimizer"), r"rollout.tensor_parallel = 4 \(auto: the engine reads the parameters that learn",
+    ),
+    "30B-A3B: shards fit": ("Qwen3-30B-A3B", 8, 80, LONG_RESPONSES, (1, 1, 4, "full"), r"train.expert_parallel = 1 \(auto: the run fits"),
+    "30B-A3B on larger devices": ("Qwen3-30B-A3B", 8, 141, {}, (1, 1, 1, "full"), r"rollout.tensor_parallel = 1 \(auto: the run fits"),
+    "30B-A3B, parameters not to be shared out: experts before layers": (
+        "Qwen3-30B-A3B", 8, 80, OPTIMIZER, (1, 4, 8, "optimizer"), r"train.expert_parallel = 4 \(auto: with fewer, parameters, gradients,",
+    ),
+    "30B-A3B on four: experts do not suffice": (
+        "Qwen3-30B-A3B", 4, 80, {}, (4, 1, 4, "optimizer"), r"train.tensor_parallel = 4 \(auto: with fewer",
+    ),
+    "Mixtral": ("Mixtral-8x7B", 8, 80, LONG_RESPONSES, (1, 4, 8, "full"), r"train.expert_parallel = 4 \(auto: with fewer"),
+    "a size that is given": ("7B", 8, 80, {"train": {"tensor_parallel": 2}}, (2, 1, 2, "optimizer"), r"^rollout.tensor_parallel = 2"),
+    "a size that is given, shards: a copy is needed anyway": (
+        "7B", 8, 80, {"train": {"tensor_parallel": 2, "shard": "full"}}, (2, 1, 1, "full"), r"^rollout.tensor_parallel = 1 \(auto: the run",
+    ),
+    "a rollout size that is given": ("7B", 8, 80, {"rollout": {"tensor_parallel": 4}}, (1, 1, 4, "optimizer"), r"^train.tensor"),
+    "a sequence size that is given leaves fewer for layers": (
+        "7B", 8, 24, {"train": {"shard": "optimizer", "sequence_parallel": 2}}, (2, 1, 2, "optimizer"), r"nothing fits, and this takes",
+    ),
+    "nothing is legal": (OLMO, 8, 80, OPTIMIZER, (1, 1, 1, "optimizer"), r"train.tensor_parallel = 1 \(auto: no other size is legal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIVISIONS)
+def test_auto_divides_models_where_they_do_not_fit(case: str) -> None:
+    shape, workers, gb, sections, expected, said = DIVISIONS[case]
+    given, rollout = config(**sections), sections.get("algorithm") is None
+    facts = to_divide(shape, workers, gb, given, ("actor",), rollout=rollout)
+    found = choose_division(given, facts, within=min(8, workers), beside=8)
+    fit = how_it_fits(given, facts, found, 8)
+    assert (found.tensor, found.experts, found.rollout, fit.sharding.shard) == expected
+    assert re.search(said, "\n".join(found.words)), found.words
+    keys = [text.partition(" = ")[0] for text in found.words]
+    assert len(set(keys)) == len(keys) and all(value_of(given, key) == "auto" for key in keys)
+    assert (fit.why_not is None) or "nothing fits" in said or "no other size" in said
+
+
+def test_auto_divides_within_a_machine_only_and_for_all_roles() -> None:
+    given = config(**OPTIMIZER)
+    facts = to_divide("32B", 16, 80, given, ("actor",))
+    assert choose_division(given, facts, within=8, beside=8).tensor == 4
+    halves = choose_division(given, facts, within=2, beside=2)
+    assert (halves.tensor, halves.rollout) == (2, 2) and "nothing fits, and this takes least" in halves.words[0]
+    few_heads = RoleFacts.of_shape(Shape.named("0.5B"), given, "cuda", learns=True, role="critic")  # of 14: at most two
+    mixed = replace(facts, roles={**facts.roles, "critic": few_heads})
+    assert choose_division(given, mixed, within=8, beside=8).tensor == 2
+
+
+def test_auto_divides_nothing_where_there_is_nothing_to_gain() -> None:
+    given = config(**OPTIMIZER)
+    facts = to_divide("32B", 8, 80, given, ("actor",))
+    assert choose_division(given, replace(facts, device="cpu", device_bytes=0), within=8) == Division()
+    assert choose_division(given, replace(facts, sharding=UNSHARDED), within=1) == Division()
+    compiled = choose_division(given, facts, within=8, only="train.compile is set")
+    assert compiled == Division() and compiled.words[0] == "train.tensor_parallel = 1 (auto: train.compile is set)"
+    by_hand = config(train={"tensor_parallel": 2, "expert_parallel": 1}, rollout={"tensor_parallel": 4})
+    assert choose_division(by_hand, facts, within=8) == Division(2, 1, 4) and choose_division(by_hand, facts, within=8).words == ()
+
+
+def test_roles_may_have_sizes_of_their_own() -> None:
+    own = {"critic": {"tensor_parallel": 4}, "ref": {"expert_parallel": 4}, "reward_model": {"tensor_parallel": 1}}
+    given = config(algorithm={"name": "ppo", "kl_coef": 0.1}, train={"tensor_parallel": 2}, **own)
+    way = Division(2, 1, 2)
+    sizes = {role: way.of(given, role) for role in ("actor", "critic", "ref", "reward_model")}
+    assert sizes == {"actor": RoleSizes(2, 1), "critic": RoleSizes(4, 1), "ref": RoleSizes(1, 4), "reward_model": RoleSizes(1, 1)}
+    whole = to_divide("Qwen3-30B-A3B", 8, 141, given, tuple(sizes))
+    facts = replace(divided(given, whole, way), sharding=Sharding("full", 4, 4))
+    assert {role: facts.parts_of(role) for role in sizes} == {"actor": 2, "critic": 4, "ref": 1, "reward_model": 1}
+    shardings = {role: (facts.sharding_of(role).workers, facts.sharding_of(role).experts) for role in sizes}
+    assert shardings == {"actor": (4, 1), "critic": (2, 1), "ref": (8, 4), "reward_model": (8, 1)}
+    assert facts.roles["critic"].parameter_bytes == whole.roles["critic"].parameter_bytes // 4
+    assert facts.roles["ref"].parameter_bytes < 0.3 * whole.roles["ref"].parameter_bytes
+    # What is left to auto is decided for the roles that follow [train].
+    by_auto = config(algorithm={"name": "ppo"}, critic={"tensor_parallel": 1}, **OPTIMIZER)
+    few_heads = RoleFacts.of_shape(Shape.named("0.5B"), by_auto, "cuda", learns=True, role="critic")
+    both = replace(to_divide("32B", 8, 80, by_auto, ("actor",)), sharding=Sharding(workers=8))
+    assert choose_division(by_auto, replace(both, roles={**both.roles, "critic": few_heads}), within=8, beside=8).tensor == 4
+
+
+@pytest.mark.parametrize(
+    ("sharding", "workers", "expected"),
+    [
+        (Sharding("hybrid", 16, 8), 32, Sharding("hybrid", 32, 8)),
+        (Sharding("hybrid", 16, 8), 8, Sharding("full", 8, 8)),
+        (Sharding("hybrid", 16, 8), 4, Sharding("full", 4, 4)),
+        (Sharding("full", 16, 16), 1, Sharding("optimizer", 1, 1)),
+        (Sharding("optimizer", 2, 2), 4, Sharding("optimizer", 4, 4)),
+    ],
+)
+def test_what_other_numbers_of_workers_share_out(sharding: Sharding, workers: int, expected: Sharding) -> None:
+    assert sharding.among(workers, 1) == expected
+
+
+def test_an_evaluation_divides_the_one_model_that_it_has() -> None:
+    given = config()
+    whole = to_divide(QWEN_72B, 8, 141, given, ())
+    actor = RoleFacts.of_shape(Shape.from_config(QWEN_72B), given, "cuda", learns=False)
+    assert choose_division(given, replace(whole, roles={"actor": actor}), within=8, beside=8) == Division(2, 1, 2)
+
+
+def test_the_plan_says_why_models_are_divided() -> None:
+    facts = {"device": "cuda", "device_bytes": 80 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
+    words = ("train.tensor_parallel = 1 (auto: the run fits)",)
+    plan = plan_of(Shape.named("7B"), config(), **facts, sharding=Sharding("optimizer", 8, 8), division=words)  # type: ignore[arg-type]
+    assert words[0] in plan.words
 
 
 def test_torch_is_not_imported() -> None:

@@ -63,7 +63,7 @@ def roles_of(knob: str) -> set[str]:
         return OF_TRAIN[key]
     if section == "cluster":
         return {"critic"} if key == "roles" else {"sft"}
-    if key == "sequence_parallel":  # on workers in other processes gradients are compared, of a role that learns from this one
+    if section != "rollout" and key.endswith("_parallel"):  # in other processes gradients are compared, of a role that learns from this one
         return {"critic"} if section == "critic" else {"actor"}
     learns_from_rows = section == "actor" and key != "forward_token_budget"
     return {section} | ({"sft"} if learns_from_rows else set())

@@ -16,7 +16,7 @@ import models
 import numpy as np
 import pytest
 import runs
-from test_devices import ONE_STEP, QUIET, assert_same_gradients, assert_same_metrics, differ
+from test_devices import ONE_STEP, QUIET, assert_same_gradients, assert_same_metrics, chosen, differ, saved_tensors
 from transformers import AutoModelForSequenceClassification
 
 from fulltilt.algo.build import build
@@ -201,6 +201,86 @@ def test_groups_of_all_kinds_in_processes_of_a_run(
     assert_same_metrics(several, one)
 
 
+SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "two, one, four and two": (
+        4, ("train.tensor_parallel=2", "ref.tensor_parallel=1", "critic.tensor_parallel=4", "reward_model.tensor_parallel=2"),
+    ),
+    "only the reference": (2, ("ref.tensor_parallel=2",)),
+    "only the critic, full": (4, ("critic.tensor_parallel=2", "train.shard=full")),
+    "whole critic and reward model, full": (
+        4, ("train.tensor_parallel=2", "critic.tensor_parallel=1", "reward_model.tensor_parallel=1", "train.shard=full"),
+    ),
+    "a critic that nobody shares with, full": (4, ("train.tensor_parallel=2", "critic.tensor_parallel=4", "train.shard=full")),
+    "groups": (4, ("critic.tensor_parallel=2", "train.shard=hybrid", "train.shard_size=2")),
+    "sequences": (
+        4, ("train.tensor_parallel=2", "train.sequence_parallel=2", "critic.tensor_parallel=1", "critic.sequence_parallel=4"),
+    ),
+    "a critic with workers of its own": (4, ("cluster.roles={critic = 2}", "critic.tensor_parallel=2", "ref.tensor_parallel=2")),
+    "rollouts in other parts": (4, ("train.tensor_parallel=4", "rollout.tensor_parallel=2", "ref.tensor_parallel=2")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "two, one, four and two" else [pytest.mark.matrix]) for way in SIZES])
+def test_each_role_is_divided_among_as_many_workers_as_it_says(
+    pool_of_devices: Pool, alone: tuple[Path, devices.Noted], judge: Path, tmp_path: Path, way: str
+) -> None:
+    expected_folder, expected = alone
+    workers, settings = SIZES[way]
+    folder = runs.make(tmp_path / "folder", (expected_folder / "model").resolve())
+    trained, noted = pool_of_devices.train(folder, workers, *ONE_STEP, *PPO, f"reward_model.path={judge}", *settings)
+    assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected_folder / "run" / "rollouts")
+    print(f"{way}: largest difference of gradients {assert_same_gradients(noted, expected):.1e}")
+    assert_same_metrics(folder, expected_folder)
+    assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+    for setting in settings:
+        role, _, size = setting.partition(".tensor_parallel=")
+        if size and role != "rollout":
+            role = "actor" if role == "train" else role
+            assert (f"{role}: each layer divided among {size} workers" in trained.said) == (int(size) > 1), setting
+
+
+EXPERTS: dict[str, tuple[str, ...]] = {
+    "two and four": ("train.expert_parallel=2", "ref.expert_parallel=4", "critic.expert_parallel=4"),
+    "experts and layers": ("train.expert_parallel=4", "ref.tensor_parallel=2", "critic.tensor_parallel=2"),
+    "layers and experts, full": ("train.tensor_parallel=2", "critic.expert_parallel=2", "ref.expert_parallel=1", "train.shard=full"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", EXPERTS)
+def test_experts_of_each_role_are_divided_among_as_many_workers_as_it_says(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, way: str
+) -> None:
+    """Routers compute in float32, and round parts of sums."""
+    one, several = (runs.make(tmp_path / name, model_folders("qwen3-moe")) for name in ("one", "several"))
+    _, expected = pool_of_devices.train(one, 1, *ONE_STEP, *PPO[:2])
+    _, noted = pool_of_devices.train(several, 4, *ONE_STEP, *PPO[:2], *EXPERTS[way])
+    print(f"{way}: largest difference of gradients {assert_same_gradients(noted, expected, 1e-6):.1e}")
+    assert_same_metrics(several, one, absolute=1e-7)
+
+
+@pytest.mark.matrix
+def test_checkpoints_move_between_sizes_of_roles(pool_of_devices: Pool, template: Path, tmp_path: Path) -> None:
+    """Every step with other sizes, from the states that were saved with those before."""
+    folder, alone = (runs.make(tmp_path / name, (template / "model").resolve()) for name in ("folder", "alone"))
+    common = (*QUIET, *PPO[:2], "model.dtype=float64", "run.save_every=1", "run.keep=9")
+    steps: list[tuple[int, tuple[str, ...]]] = [
+        (4, ("train.tensor_parallel=2", "critic.tensor_parallel=4", "ref.tensor_parallel=1")),
+        (2, ("critic.tensor_parallel=2",)),
+        (1, ()),
+        (4, ("train.tensor_parallel=4", "critic.tensor_parallel=2", "train.sequence_parallel=1", "critic.sequence_parallel=2")),
+        (4, ("train.tensor_parallel=2", "critic.tensor_parallel=1", "train.shard=full")),
+    ]
+    for step, (workers, own) in enumerate(steps, start=1):
+        pool_of_devices.train(folder, workers, *common, f"run.steps={step}", *own)
+        pool_of_devices.train(alone, 1, *common, f"run.steps={step}")
+    assert_same_metrics(folder, alone, tolerance=1e-5, absolute=1e-7)
+    found, expected = (saved_tensors(each, len(steps)) for each in (folder, alone))
+    assert found.keys() == expected.keys() and any(name.startswith("critic/") for name in found)
+    for kind in ("exp_avg/", "critic/exp_avg/"):
+        assert differ(chosen(found, kind), chosen(expected, kind)) < 1e-7
+
+
 def test_a_worker_is_named_with_its_role() -> None:
     host = Processes([0, 1], "toy_worker:make", labels=["", "critic"])
     os.kill(host.pids[1], signal.SIGKILL)
@@ -251,6 +331,26 @@ REFUSED = {
         ("cluster.workers=15", "cluster.roles={ref = 3}", "train.shard=hybrid", "train.shard_size=2"),
         "train.shard_size: 2 does not divide the 3 workers of the ref into groups. Use 3, 4, 6 or 12$",
     ),
+    "sizes of a shared model": (
+        ("cluster.workers=2", "lora.rank=4", "ref.tensor_parallel=2"),
+        "ref.tensor_parallel: 2, but the reference is the actor without its adapters .* Remove the key$",
+    ),
+    "size of a role": (
+        ("cluster.workers=4", "ref.tensor_parallel=3"),
+        "ref.tensor_parallel: 3 does not divide the 4 workers of the run. Use 1, 2 or 4$",
+    ),
+    "size of a role with workers of its own": (
+        ("cluster.workers=3", "cluster.roles={ref = 1}", "ref.tensor_parallel=2"),
+        "ref.tensor_parallel: 2 does not divide the 1 worker that has the ref's role. Use 1$",
+    ),
+    "experts of a role": (
+        ("cluster.workers=2", "ref.expert_parallel=2"),
+        "ref.expert_parallel: 2 workers cannot divide the experts of the ref among themselves: the model has no experts. Use 1$",
+    ),
+    "sequences of a role": (
+        ("cluster.workers=4", "ref.tensor_parallel=4", "train.sequence_parallel=2"),
+        "train.sequence_parallel: 2 workers cannot share micro-batches of the ref: only one has .* Set ref.sequence_parallel = 1$",
+    ),
     "no groups": (
         ("cluster.workers=3", "cluster.roles={ref = 2}", "train.shard=hybrid", "train.shard_size=2"),
         'train.shard_size: 2 does not divide the 1 worker of the actor into groups. Use train.shard = "full"$',
@@ -263,7 +363,8 @@ def test_what_is_refused(template: Path, case: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
     settings, pattern = REFUSED[case]
     config = runs.read_config(template, *settings)
-    (text,) = wrong_settings(config, build(config), "cpu")
+    with contextlib.chdir(template):
+        (text,) = wrong_settings(config, build(config), "cpu")
     assert re.search(pattern, text), text
 
 

@@ -34,8 +34,10 @@ import fulltilt
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import wrong_settings
 from fulltilt.interrupts import Interrupted
-from fulltilt.parallel.layout import Sharding, sequence_sizes
+from fulltilt.parallel.cuts import sequence_sizes
+from fulltilt.parallel.layout import Sharding
 from fulltilt.plan import Facts, RoleFacts, plan_roles
+from fulltilt.schema import Config
 from fulltilt.shape import Shape
 
 ModelFolders = Callable[[str], Path]
@@ -222,19 +224,42 @@ def test_sizes_that_are_refused_before_anything_loads(
     assert re.search(message, found)
 
 
-def test_auto_shares_samples_that_are_longer_than_a_micro_batch(model_folders: ModelFolders, tmp_path: Path) -> None:
-    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT))
+LONG_SAMPLES: list[tuple[str, int, int, tuple[str, ...], int, str]] = [  # model, longest, workers, settings, expected size and reason
+    ("7B", 40000, 8, (), 1, ""),  # with full recompute it fits on one
+    ("7B", 65536, 8, (), 2, "65536 tokens, which would take 34.3 GiB, and 21.8 GiB are left"),
+    ("7B", 131072, 8, (), 4, "131072 tokens, which would take 68.7 GiB, and 21.8 GiB are left"),
+    ("7B", 10**6, 8, (), 4, "1000000 tokens, which would take"),  # 28 heads: no more may share it
+    ("7B", 65536, 1, (), 1, ""),
+    ("1.5B", 65536, 8, (), 1, ""),
+    ("7B", 40000, 8, ("actor.token_budget=16384",), 4, "40000 tokens, and a worker gets 16384"),  # a cap that the user has set
+    ("7B", 8192, 8, ("actor.token_budget=4096",), 1, ""),  # not below the guides' 8k tokens
+    ("7B", 9000, 8, ("algorithm.prompts_per_step=4",), 2, "9000 tokens, and 4 samples are computed at a time on 8 workers"),
+    ("7B", 9000, 8, ("algorithm.prompts_per_step=8", "algorithm.minibatches_per_step=4"), 4, "and 2 samples are computed at a time"),
+    ("7B", 8192, 8, ("algorithm.prompts_per_step=4",), 1, ""),
+]
 
-    def size(longest: int, workers: int, name: str = "7B") -> int:
-        shape = Shape.named(name)
-        facts = Facts("cuda", 80 << 30, 200 << 30, {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True)}, longest, 1)
-        facts = replace(facts, rollout=False, sharding=Sharding(workers=workers))
-        return plan_roles(config, facts).settings["actor"].sequence_parallel
 
-    assert size(16384, 8) == 1 and size(16385, 8) == 2 and size(40000, 8) == 4
-    assert size(40000, 1) == 1 and size(40000, 2) == 2
-    assert size(10**6, 8) == 4, "28 heads"
-    assert size(40000, 2, "small") == 1, "a worker gets four times the usual budget of so small a model"
+@pytest.mark.parametrize(("name", "longest", "workers", "settings", "size", "why"), LONG_SAMPLES)
+def test_auto_shares_long_samples_that_do_not_fit_or_are_few(
+    model_folders: ModelFolders, tmp_path: Path, name: str, longest: int, workers: int, settings: tuple[str, ...], size: int, why: str
+) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT)
+    config = runs.read_config(folder, "algorithm.prompts_per_step=64", "algorithm.minibatches_per_step=1", *settings)
+    actor = RoleFacts.of_shape(Shape.named(name), config, "cuda", learns=True)
+    sharding = Sharding("optimizer", workers, workers)
+    found = plan_roles(config, Facts("cuda", 80 << 30, 200 << 30, {"actor": actor}, longest, 1, rollout=False, sharding=sharding))
+    assert found.settings["actor"].sequence_parallel == size
+    told = [text for text in found.words if "workers compute a micro-batch together" in text]
+    assert len(told) == (size > 1) and why in "".join(told)
+
+
+def test_auto_shares_the_passes_of_other_roles_only_where_they_do_not_fit() -> None:
+    """A pass without gradient holds a layer's activations, of which an update holds all."""
+    given = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "ppo", "kl_coef": 0.1}}
+    config = Config.model_validate(given | {"rollout": {"max_new_tokens": 131072 - 1024}})
+    roles = {role: RoleFacts.of_shape(Shape.named("7B"), config, "cuda", learns=role == "actor", role=role) for role in ("actor", "ref")}
+    found = plan_roles(config, Facts("cuda", 80 << 30, 999 << 30, roles, 1024, 1, sharding=Sharding("full", 8, 8)))
+    assert {role: found.settings[role].sequence_parallel for role in roles} == {"actor": 2, "ref": 1}
 
 
 def test_a_reference_with_workers_of_its_own_is_not_measured_by_the_actors(model_folders: ModelFolders, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ from fulltilt.parallel.traffic import (
     shared_numbers,
     tensor_pass,
 )
-from fulltilt.plan import Facts, loading_order
+from fulltilt.plan import Division, Facts, loading_order
 from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES, Recompute, Shape
@@ -229,6 +229,28 @@ def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: p
     strange = config({**SHAPES["32B"], "model_type": "cohere"})
     assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, Grid.of(ranks), sampled=True).why
     assert sizes.find_sharding(given, [], cuda, Grid.of(ranks), sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
+
+
+def test_sizes_are_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 70 billion parameters on two machines of eight, whose groups of neighbours may not span them."""
+    monkeypatch.setattr(sizes, "device_bytes", lambda device, ranks: 141 * 10**9)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["70B"]))
+    given = {"model": {"path": str(tmp_path)}, "data": {"train": "t"}}
+
+    def found(ranks: Ranks, roles: tuple[str, ...] = ("actor", "ref"), *, learns: bool = True, **sections: Any) -> Division:
+        config = Config.model_validate({**given, **sections})
+        return sizes.find_division(config, roles, torch.device("cuda"), ranks, 1024, sampled="actor" in roles, learns=learns)
+
+    machines = Ranks(5, 16, beside=8)
+    assert (machines.within, Ranks(1, 4, beside=8, before=3, after=1).within, Ranks(0, 16, beside=8, before=4).within) == (8, 4, 4)
+    assert found(machines, train={"shard": "optimizer"}).tensor == 4
+    assert found(machines) == Division(1, 1, 4)
+    assert found(machines, learns=False, roles=("actor",)) == Division(2, 1, 2)
+    assert found(Ranks(0, 2, beside=8, before=6), ("ref",), ref={"tensor_parallel": 1}).words == ()  # nothing is left to auto
+    compiled = found(machines, train={"compile": True})
+    assert compiled == Division() and "train.compile is set" in compiled.words[0]
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["70B"], "model_type": "cohere"}))
+    assert "not known before it is loaded" in found(machines).words[0]
 
 
 def test_large_models() -> None:

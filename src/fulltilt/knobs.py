@@ -11,7 +11,7 @@ algorithm, and no tuner touches them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -65,9 +65,9 @@ def _planned(name: str, section: str, legal: str, must_change: str, auto: str, a
 _SHARDED = {"train": ("actor", "policy_trainer"), "ref": ("ref", "ref_policy")}
 
 
-def _sharded(native: str, alias: str, auto: str, sections: Iterable[str] = _SHARDED) -> Iterator[Knob]:
+def _sharded(native: str, alias: str, auto: str) -> Iterator[Knob]:
     note = "The guides' rule of thumb is about 4 billion parameters per GPU."
-    for section, (role, model) in ((section, _SHARDED[section]) for section in sections):
+    for section, (role, model) in _SHARDED.items():
         aliases = f"ARR.{role}.megatron.{alias} | models.{model}.{alias}"
         yield _planned(f"{section}.{native}", TRAINING, _COUNT, "parameter or activation bytes per GPU", auto, aliases, note)
 
@@ -90,10 +90,8 @@ _PLANNED = (
         "MEGATRON.*",
         "For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
     ),
-    *_sharded("tensor_parallel", "tensor_model_parallel_size", "that of train.tensor_parallel", ["ref"]),
     *_sharded("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
     *_sharded("context_parallel", "context_parallel_size", "1 below 8k tokens"),
-    *_sharded("expert_parallel", "expert_model_parallel_size", "that of train.expert_parallel", ["ref"]),
     *_sharded("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
     *_sharded("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
 )

@@ -8,7 +8,7 @@ the numbers that execution depends on (`budgets`) go into every checkpoint, so t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
-from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model, shares_parameters
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
@@ -39,6 +40,8 @@ RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave
 SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
+LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
+CACHED_SAMPLES = 16  # of the longest kind, that a KV cache should hold before `auto` divides a model for rollouts
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
@@ -107,18 +110,31 @@ class RoleFacts:
         fused = wanted and config.train.compile is not True and shape.known_family().fused
         return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
 
-    def part(self, parts: int) -> RoleFacts:
-        """The facts of a worker that has one of so many parts of the model, which is not loaded."""
+    def part(self, parts: int, experts: int = 1) -> RoleFacts:
+        """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded."""
+        if experts > 1:
+            return self.with_experts(experts)
         shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
         division, of_part = LayerDivision(parts), {"parameter_bytes": self.parameter_bytes // parts, "trained": self.trained // parts}
         return replace(self, shape=shape, division=division, **of_part)  # type: ignore[arg-type]
 
     def with_experts(self, size: int) -> RoleFacts:
-        """The facts of a worker that has the experts of one of so many workers, of a model that is not loaded."""
-        sizes = (each for layer in self.shape.layers for each in self.shape.products(layer).values())
-        elsewhere = sum(inner * outer * copies for inner, outer, copies in sizes if copies > 1) * (size - 1) // size
-        trained = self.trained - elsewhere if self.trained * self.itemsize >= self.parameter_bytes else self.trained
-        return replace(self, parameter_bytes=self.parameter_bytes - self.itemsize * elsewhere, trained=trained)
+        """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded. Adapters are counted with what
+        all workers have."""
+        if size == 1 or not expert_counts(self.shape):
+            return self
+        counts = [self.shape.expert_parameters(layer) for layer in self.shape.layers]
+        of_experts, all_learn = sum(counts), self.trained >= self.parameter_bytes // self.itemsize
+        common = replace(
+            self,
+            parameter_bytes=self.parameter_bytes - of_experts * self.itemsize,
+            trained=self.trained - of_experts if all_learn else self.trained,
+        )
+        own = [ParameterSize((count // size,), self.itemsize, all_learn, layer, apart=True) for layer, count in enumerate(counts) if count]
+        sizes = (*common.known_sizes, *own)
+        trained = sum(each.count for each in sizes if each.learns)
+        bytes_held = sum(each.bytes for each in sizes)
+        return replace(self, sizes=sizes, parameter_bytes=bytes_held, trained=trained, division=LayerDivision(experts=size))
 
     def held(self, sharding: Sharding) -> Holdings:
         """What a worker holds of it in an update."""
@@ -162,6 +178,11 @@ class RoleFacts:
         of_head = self.head_bytes(tokens * self.division.members, keys, entropy_gradient)
         return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
 
+    def forward_bytes(self, tokens: int, keys: Mapping[str, Any]) -> int:
+        """About the most bytes that a pass of `tokens` tokens without gradient takes: those of a layer, or of the head."""
+        largest = max((self.shape.layer_bytes(layer, self.itemsize, fused=self.fused) for layer in set(self.shape.layers)), default=0)
+        return max(int(ACTIVATION_MARGIN * largest * tokens), self.head_bytes(tokens, keys, entropy_gradient=False))
+
     def head_bytes(self, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
         """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
         if not self.vocabulary_head:
@@ -170,6 +191,19 @@ class RoleFacts:
         options = HeadOptions(*given, recompute=keys.get("head_recompute") is not False)
         entropy: footprint.Entropy = "gradient" if entropy_gradient else "value"
         return head_bytes(tokens, self.shape.vocabulary, self.shape.width, options, itemsize=self.itemsize, entropy=entropy).peak
+
+
+@dataclass(frozen=True, order=True)
+class RoleSizes:
+    """Among how many workers the model of a role is divided."""
+
+    tensor: int = 1  # each layer
+    experts: int = 1  # with layers divided, too, it is 1 or the same number: members have some experts whole, or parts of all
+
+    @property
+    def apart(self) -> int:
+        """Among how many workers experts are divided that send tokens to one another."""
+        return self.experts if self.tensor == 1 else 1
 
 
 def recomputing(keys: Mapping[str, Any]) -> Recompute:
@@ -199,6 +233,21 @@ class Facts:
     parts: int = 1  # among how many workers each layer is divided
     rollout_parts: int = 1  # the same, of the model that an engine reads
     copy_bytes: int = 0  # what a model for the engine takes that is divided in another way than the actor
+    division: tuple[str, ...] = ()  # among how many workers `auto` has divided models, and why, in words
+    divisions: Mapping[str, RoleSizes] = field(
+        default_factory=dict
+    )  # roles that are divided in another way than `parts` and `sharding` say
+
+    def parts_of(self, role: str) -> int:
+        """Among how many workers each layer of a role's model is divided."""
+        return self.divisions[role].tensor if role in self.divisions else self.parts
+
+    def sharding_of(self, role: str) -> Sharding:
+        """What the workers with the same part of a role's model share out."""
+        if role not in self.divisions:
+            return self.sharding
+        own = self.divisions[role]
+        return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.apart)
 
     @property
     def actor(self) -> RoleFacts:
@@ -580,44 +629,74 @@ def given_decisions(config: Config, facts: Facts) -> Decisions:
 
 
 def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapping[str, int]) -> Decisions:
-    """How many workers compute a micro-batch together: as few as give none of them more tokens of the longest sample than it may have."""
+    """How many workers compute a micro-batch together. `auto`: as few as a long sample needs."""
     models = dict(facts.roles)
     if "actor" in models and shares_model(config):
         models.setdefault("ref", facts.actor)
-    evaluates = "actor" in models and not facts.actor.trained  # perhaps on other workers than the run that learned
     for role, model in models.items():
-        keys = made.keys[role]
-        legal = sequence_sizes(own_heads(model.shape, facts.parts), facts.sharding.workers)
-        given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, budgets)
-        if given != "auto" and given not in legal and evaluates:
+        workers, parts = facts.sharding_of(role).workers, facts.parts_of(role)
+        legal = legal_sequence_sizes(model.shape, workers, parts)
+        given = made.keys[role]["sequence_parallel"]
+        if given != "auto" and given not in legal and evaluates(facts):  # perhaps on other workers than the run that learned
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
-        elif given != "auto" and given not in legal:
-            raise UserError(wrong_sequence_size(role, sequence_key(config, role), given, legal, facts.sharding.workers))
-        longest = longest_row(config, facts)
-        if facts.device == "cuda" and longest > most and len(legal) > 1:
-            size = next((size for size in legal if -(-longest // size) <= most), legal[-1])
-            made = made.decide(role, "sequence_parallel", size, f"the longest sample may have {longest} tokens, and a worker gets {most}")
+        elif wrong := wrong_sequence_size(config, role, model.shape, workers, parts):
+            raise UserError(wrong)
+        if facts.device == "cuda" and longest_row(config, facts) > LONG_SAMPLE and len(legal) > 1:
+            size, why = max(sizes_of_long_samples(config, made, facts, role, legal, budgets), default=(1, ""))
+            made = made.decide(role, "sequence_parallel", size, why)
     return made
 
 
-def own_heads(shape: Shape, parts: int) -> Iterator[tuple[int, int]]:
-    """Heads and key heads of each layer, of which a worker has one of so many parts."""
-    return ((layer.heads // parts, max(1, layer.key_heads // parts)) for layer in shape.layers)
+def sizes_of_long_samples(
+    config: Config, made: Decisions, facts: Facts, role: str, legal: Sequence[int], budgets: Mapping[str, int]
+) -> Iterator[tuple[int, str]]:
+    """How many workers the longest samples need, and why: where one does not fit into what a token budget allows, or a worker's memory, and
+    where there are fewer samples than workers."""
+    longest, workers = longest_row(config, facts), facts.sharding_of(role).workers
+    told = f"the longest sample may have {longest} tokens"
+
+    def least(fits: Callable[[int], bool]) -> int:
+        return next((size for size in legal if fits(-(-longest // size))), legal[-1])
+
+    most = update_budget(config, facts.device, role, budgets)
+    by_hand = config.critic.token_budget if role == "critic" and config.critic.token_budget != "auto" else config.actor.token_budget
+    if by_hand != "auto" and longest > most:
+        yield least(lambda tokens: tokens <= most), f"{told}, and a worker gets {most}"
+    left, model = left_for_update(config, made, facts, role if role in facts.roles else "actor"), facts.roles.get(role, facts.largest_work)
+    if (needed := long_sample_bytes(config, made, model, role, longest)) > left:
+        fitting = least(lambda tokens: long_sample_bytes(config, made, model, role, tokens) <= left)
+        yield fitting, f"{told}, which would take {in_bytes(needed)}, and {in_bytes(max(0, left))} are left"
+    algorithm = config.algorithm
+    samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
+    samples = -(-samples // algorithm.minibatches_per_step) if role in KEPT_AS else samples
+    if samples < workers:
+        size = next((size for size in legal if workers // size <= samples), legal[-1])
+        yield size, f"{told}, and {many(samples, 'sample')} are computed at a time on {workers} workers"
 
 
-def sequence_key(config: Config, role: str) -> str:
-    """The key that a role's size comes from."""
-    own = getattr(getattr(config, role), "sequence_parallel", None) is not None
-    return f"{role}.sequence_parallel" if own else "train.sequence_parallel"
+def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: str, tokens: int) -> int:
+    """About the bytes that so many tokens of a sample take at least: with all recompute that `auto` may choose, and nothing on the host but
+    what the user sends there."""
+    keys = made.keys[role]
+    if not model.trained or role not in KEPT_AS:
+        return model.forward_bytes(tokens, keys)
+    at = {**keys, "recompute": "full" if keys["recompute"] == "auto" else keys["recompute"]}
+    away = tokens * model.kept_bytes(at) if keys["offload_activations"] is True else 0
+    return model.update_bytes(tokens, at, entropy_gradient=bool(config.algorithm.entropy_coef)) - away
 
 
-def wrong_sequence_size(role: str, key: str, size: int, legal: Sequence[int], workers: int) -> str:
-    """`key`: what gives the role its size. `workers`: those that have the role."""
+def wrong_sequence_size(config: Config, role: str, shape: Shape, workers: int, parts: int) -> str | None:
+    """What is wrong with the number of workers that are to share a role's micro-batches. `workers`: those that have the role, and the same
+    part of its model; `parts`: among how many each layer is divided."""
+    legal, size = legal_sequence_sizes(shape, workers, parts), given_settings(config, role)["sequence_parallel"]
+    if size == "auto" or size in legal:
+        return None
     must = f"the number must divide the {workers} that have this role, and fit the model's attention heads"
     if workers == 1:
         must = "only one has this role"
     sizes = either([str(each) for each in legal])
     remedy = f"Use {sizes}" if len(legal) > 1 else "Remove the key"
+    key = size_key(config, role, "sequence_parallel")
     inherits = role != "actor" and not key.startswith(role)
     of_role, remedy = (f" of the {role}", f"Set {role}.sequence_parallel = {sizes}") if inherits else ("", remedy)
     return f"{key}: {size} workers cannot share micro-batches{of_role}: {must}. {remedy}"
@@ -648,14 +727,15 @@ def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str |
 
 def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
-    held, shared = model.held(facts.sharding), facts.sharding.parameters
+    sharding = facts.sharding_of(role)
+    held, shared = model.held(sharding), sharding.parameters
     # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
-    at_work = updated or ("" if shared or facts.sharding.experts > 1 or facts.copy_bytes else "actor")
+    at_work = updated or ("" if shared or sharding.experts > 1 or facts.copy_bytes else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
-    gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
-    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, facts.sharding) if facts.rollout and role == "actor" else 0
+    gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
+    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, sharding) if facts.rollout and role == "actor" else 0
     return parameters + gradients + optimizer + gathered + twin
 
 
@@ -713,12 +793,13 @@ def loading_of(facts: Facts, role: str) -> tuple[int, int]:
     whole anyway, as an engine does that samples alone."""
     model, sampled = facts.roles[role], role == "actor" and facts.rollout
     copied = facts.copy_bytes if sampled else 0
-    if not facts.sharding.parameters:
+    sharding = facts.sharding_of(role)
+    if not sharding.parameters:
         return (model.parameter_bytes + copied,) * 2
     stays = sampled and not copied
-    most = loading_bytes(model.known_sizes, facts.sharding, model.itemsize, fused=model.fused, stays=stays)
-    twin = twin_bytes(model.known_sizes, facts.sharding) if stays else copied
-    return most + copied, model.held(facts.sharding).parameters + twin
+    most = loading_bytes(model.known_sizes, sharding, model.itemsize, fused=model.fused, stays=stays)
+    twin = twin_bytes(model.known_sizes, sharding) if stays else copied
+    return most + copied, model.held(sharding).parameters + twin
 
 
 def most_while_loading(facts: Facts) -> tuple[str, int]:
@@ -757,11 +838,13 @@ def check_loading(facts: Facts) -> None:
 def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
     """What the workers of a run share out. `auto`: the optimizer where it fits, else parameters too, within the `beside` workers of a
     machine or among all; first without anything on the host, then with what `auto` may offload. `only`: why it must be the optimizer."""
-    train, workers = config.train, facts.sharding.workers
+    train, workers, experts = config.train, facts.sharding.workers, facts.sharding.experts
     possible = [Sharding("optimizer", workers, workers)]
-    if train.shard == "hybrid" or (train.shard == "auto" and 1 < beside < workers and workers % beside == 0):
+    by_machines = train.shard == "auto" and experts == 1 and 1 < beside < workers and workers % beside == 0
+    if train.shard == "hybrid" or by_machines:
         possible.append(Sharding("hybrid", workers, train.shard_size or beside, train.reshard_after_forward))
     possible.append(Sharding("full", workers, workers, train.reshard_after_forward))
+    possible = [replace(each, experts=experts) for each in possible]
     if train.shard != "auto" and workers > 1:
         return next(each for each in possible if each.shard == train.shard)
     if workers == 1 or facts.device != "cuda" or only:
@@ -782,6 +865,206 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
     if otherwise and not can_load[0] and needed <= (loaded := most_while_loading(of_whole)[1]):
         what, needed = "all roles as they are loaded", loaded
     return replace(chosen, why=f"{what} would take {in_bytes(needed)} of each device's {in_bytes(facts.device_bytes)}{otherwise}")
+
+
+# ---- among how many workers models are divided -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Division:
+    """Among how many workers models are divided. Example: Division(tensor=2, rollout=2)"""
+
+    tensor: int = 1  # each layer
+    experts: int = 1
+    rollout: int = 1  # each layer that an engine reads
+    words: tuple[str, ...] = field(default=(), compare=False)  # what `auto` has become, and why
+
+    def of(self, config: Config, role: str) -> RoleSizes:
+        """The sizes of a role, which may have its own. With one of them above 1, the other is 1 unless it has that, too."""
+        tensor, experts = own_sizes(config, role)
+        return RoleSizes(
+            tensor if tensor is not None else 1 if experts is not None and experts > 1 else self.tensor,
+            experts if experts is not None else 1 if tensor is not None and tensor > 1 else self.experts,
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a run fits on devices when its models are divided in some way."""
+
+    needed: int  # the most bytes on a device, with everything on the host that `auto` may send there
+    sharding: Sharding
+    why_not: str | None  # None: it fits
+
+
+def choose_division(
+    config: Config, facts: Facts, *, within: int, beside: int = 1, only: str | None = None, unshared: str | None = None
+) -> Division:
+    """What `auto` means for the sizes of tensor and expert parallelism: the first of `ways_to_divide` with which the run fits; if there is
+    none, the one that takes least memory. `facts`: of whole models. `within`: a number that sizes must divide so that groups of neighbours
+    are on one machine. `beside`: the workers of a machine, for `choose_sharding`. `only`: why `auto` divides nothing. `unshared`: why
+    parameters cannot be shared out."""
+    ways = list(ways_to_divide(config, facts, within))
+    usual, _ = ways[0]
+    autos = [key for key, value in sizes_given(config).items() if value == "auto"]
+    own = bool(facts.roles) and not followers(config, facts, "tensor_parallel")
+    if facts.device != "cuda" or facts.sharding.workers == 1 or not autos or own:
+        return usual
+    if only or len({way for way, _ in ways}) == 1:
+        return replace(usual, words=tuple(division_in_words(config, facts, usual, autos, {}, only or "no other size is legal")))
+    tried = dict[Division, Fit]()
+    for way, shares in ways:
+        fit = tried[way] = tried.get(way) or how_it_fits(config, facts, way, beside, unshared)
+        if fit.why_not is None and not (shares and fit.sharding.parameters):
+            return replace(way, words=tuple(division_in_words(config, facts, way, autos, tried)))
+    least = min(tried, key=lambda way: tried[way].needed)
+    none = f"nothing fits, and this takes least: {tried[least].why_not}"
+    return replace(least, words=tuple(division_in_words(config, facts, least, autos, tried, none)))
+
+
+def own_sizes(config: Config, role: str) -> tuple[int | None, int | None]:
+    """What a role's own section says of tensor and expert parallelism; None: the role follows [train]."""
+    section = getattr(config, role)
+    return getattr(section, "tensor_parallel", None), getattr(section, "expert_parallel", None)
+
+
+def size_key(config: Config, role: str, name: str) -> str:
+    """The key that a role's size comes from."""
+    own = getattr(getattr(config, role), name, None) is not None
+    return f"{role}.{name}" if own else f"train.{name}"
+
+
+def followers(config: Config, facts: Facts, name: str) -> dict[str, RoleFacts]:
+    """The roles that have no size of that name of their own, but that of [train]."""
+    return {role: model for role, model in facts.roles.items() if size_key(config, role, name).startswith("train")}
+
+
+def sizes_given(config: Config) -> dict[str, int | str]:
+    return {
+        "train.tensor_parallel": config.train.tensor_parallel,
+        "train.expert_parallel": config.train.expert_parallel,
+        "rollout.tensor_parallel": config.rollout.tensor_parallel,
+    }
+
+
+def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[Division, bool]]:
+    """All legal divisions, the preferred ones first: nothing is divided, experts are, layers are; each with the smallest rollout groups
+    first, because data parallelism beats tensor parallelism there, but before them with an engine that reads the parameters that learn.
+    With each, whether it is meant only if the engine does so, without a copy."""
+    tensor, experts, rollout = sizes_given(config).values()
+    pairs = [(unless_auto(tensor, 1), unless_auto(experts, 1))]
+    if experts == "auto" and pairs[0][0] == 1:
+        pairs += [(1, size) for size in expert_sizes(config, facts)]
+    if tensor == "auto" and pairs[0][1] == 1:
+        pairs += [(size, 1) for size in tensor_sizes(config, facts, within)]
+    for of_layers, of_experts in dict.fromkeys(pairs):
+        usual = unless_auto(rollout, of_layers) if facts.rollout else of_layers
+        samplers = [usual]
+        if rollout == "auto" and facts.rollout and "actor" in facts.roles:
+            samplers = legal_sizes(facts.actor.shape, within)
+        if evaluates(facts) and facts.rollout:  # one model, which the engine reads
+            yield from ((Division(size, 1, size), False) for size in dict.fromkeys([usual, *samplers]))
+            return
+        if (of_experts == 1 or of_layers > 1) and usual == of_layers:
+            yield Division(of_layers, of_experts, usual), facts.rollout and of_layers > 1 and len(samplers) > 1
+        yield from ((Division(of_layers, of_experts, size), False) for size in samplers)
+
+
+def evaluates(facts: Facts) -> bool:
+    """Whether nothing learns from the actor, as far as its model is known."""
+    return "actor" in facts.roles and not facts.actor.trained
+
+
+def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
+    """Sizes that every role's layers may be divided into, and that leave as many workers with the same part as other keys need."""
+    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts, "tensor_parallel")
+    group = {"full": 2, "hybrid": config.train.shard_size or 2}.get(shard, 1)
+
+    def legal(size: int) -> bool:
+        rest = workers // size
+        alike = [wrong_sequence_size(config, role, model.shape, rest, size) for role, model in roles.items()]
+        return rest >= group and (shard != "hybrid" or rest % group == 0) and not any(alike)
+
+    of_roles = [set(legal_sizes(model.shape, within)) for model in roles.values()]
+    return [size for size in sorted(set.intersection(*of_roles)) if legal(size)] if of_roles else []
+
+
+def expert_sizes(config: Config, facts: Facts) -> list[int]:
+    """Sizes that the experts of every role which has some may be divided into."""
+    roles, workers = followers(config, facts, "expert_parallel"), facts.sharding.workers
+    counts = [set(legal_expert_sizes(model.shape, workers)) for model in roles.values() if expert_counts(model.shape)]
+    actor = facts.roles.get("actor")
+    if config.train.shard == "hybrid" or not counts or (actor and not expert_counts(actor.shape)):
+        return []
+    return sorted(set.intersection(*counts))
+
+
+def divided(config: Config, facts: Facts, way: Division) -> Facts:
+    """The facts of a worker where whole models are divided so, or as roles have it that have sizes of their own."""
+    sizes = {role: way.of(config, role) for role in facts.roles}
+    of_all = sizes.get("actor") or next(iter(sizes.values()), RoleSizes(way.tensor, way.experts))
+    sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.apart)
+    roles = {role: model.part(sizes[role].tensor, sizes[role].apart) for role, model in facts.roles.items()}
+    copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or of_all.apart > 1)
+    found = replace(facts, roles=roles, sharding=sharding, parts=of_all.tensor, rollout_parts=way.rollout)
+    copy_bytes = facts.actor.parameter_bytes // way.rollout if copied else 0
+    return replace(found, copy_bytes=copy_bytes, divisions={role: own for role, own in sizes.items() if own != of_all})
+
+
+def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshared: str | None = None) -> Fit:
+    facts = divided(config, whole, way)
+    facts = replace(facts, sharding=choose_sharding(config, facts, max(1, beside // way.tensor), only=unshared))
+    made = decide_offloads(given_decisions(config, facts), facts)
+    needed, why = most_resident(made, facts), why_crowded(made, facts)
+    if facts.rollout and "actor" in facts.roles:
+        copied = facts.copy_bytes or rollout_bytes(facts.actor.known_sizes, facts.sharding)
+        why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if copied else why
+        sampling, words = useful_rollout(config, made, facts, whole.actor.shape)
+        if why is None and sampling > (1 - SLACK) * facts.device_bytes:
+            why = f"{words} would take {in_bytes(sampling)} of the device's {in_bytes(facts.device_bytes)}"
+        needed = max(needed, sampling)
+    return Fit(needed, facts.sharding, why)
+
+
+def useful_rollout(config: Config, made: Decisions, facts: Facts, shape: Shape) -> tuple[int, str]:
+    """About the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or as many as there are, and
+    what these are, in words. `shape`: that of the whole actor."""
+    algorithm, parts = config.algorithm, facts.rollout_parts
+    samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    replicas = facts.sharding.workers * facts.parts // parts
+    rows, longest = min(CACHED_SAMPLES, -(-samples // replicas)), facts.longest + longest_response(config)
+    itemsize = facts.actor.itemsize
+    token_bytes = sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in shape.layers)
+    cache = rows * longest * token_bytes if config.rollout.kv_bytes == "auto" else config.rollout.kv_bytes
+    beside = resident(made.keys, facts, None) if releases_memory(config) else most_resident(made, facts)
+    decode = decode_bytes(config, facts, most_seqs(config, facts.device, samples))
+    of_cache = f"{many(rows, 'sample')} of {longest} tokens" if config.rollout.kv_bytes == "auto" else in_bytes(cache)
+    return beside + decode + cache, f"models, optimizer and a KV cache for {of_cache}"
+
+
+def division_in_words(
+    config: Config, facts: Facts, chosen: Division, autos: Collection[str], tried: Mapping[Division, Fit], instead: str = ""
+) -> Iterator[str]:
+    """A line for each size that `auto` has chosen. `instead`: why, if not because it is the first that fits."""
+    before = [(way, fit.why_not) for way, fit in tried.items() if way != chosen and fit.why_not]
+    learns = not evaluates(facts)
+    fits = f"the run fits, with {in_bytes(tried[chosen].needed)} of the device's {in_bytes(facts.device_bytes)}" if chosen in tried else ""
+    if "train.expert_parallel" in autos and learns and any(expert_counts(model.shape) for model in facts.roles.values()):
+        of_less = [why for way, why in before if way.experts < chosen.experts]
+        yield f"train.expert_parallel = {chosen.experts} (auto: {instead or reason(of_less, chosen.experts, fits)})"
+    if "train.tensor_parallel" in autos and learns:
+        of_less = [why for way, why in before if way.tensor < chosen.tensor]
+        yield f"train.tensor_parallel = {chosen.tensor} (auto: {instead or reason(of_less, chosen.tensor, fits)})"
+    if "rollout.tensor_parallel" in autos and facts.rollout and "actor" in facts.roles:
+        alike = [(way, why) for way, why in before if (way.tensor, way.experts) == (chosen.tensor, chosen.experts) or not learns]
+        of_less = [why for way, why in alike if way.rollout < chosen.rollout]
+        shared = "the engine reads the parameters that learn" if chosen.rollout == chosen.tensor > 1 and learns else fits
+        yield f"rollout.tensor_parallel = {chosen.rollout} (auto: {instead or reason(of_less, chosen.rollout, shared)})"
+
+
+def reason(shortages: Sequence[str], size: int, otherwise: str) -> str:
+    """Why a size was chosen: what is short with a smaller one, if there was one to try."""
+    return f"with fewer, {shortages[-1]}" if size > 1 and shortages else otherwise
 
 
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
@@ -864,8 +1147,9 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
-        keys, held = made.keys[role], model.held(facts.sharding)
-        counts = {"optimizer": held.optimizer, "parameters": held.parameters if facts.sharding.parameters else model.parameter_bytes}
+        keys, sharding = made.keys[role], facts.sharding_of(role)
+        held = model.held(sharding)
+        counts = {"optimizer": held.optimizer, "parameters": held.parameters if sharding.parameters else model.parameter_bytes}
         if model.trained and keys["recompute"] != "auto":
             counts["activations"] = micro_batch_tokens(config, facts, role, budgets, made.sequence(role)) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
@@ -933,7 +1217,7 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
     algorithm, actor = config.algorithm, config.actor
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     each, updates = f"{many(steps, 'step')} ({per_epoch}), each of", many(updates_per_step(config), "optimizer step")
-    layers = [*sharding_in_words(facts, roles), *roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
+    layers = [*facts.division, *sharding_in_words(facts, roles), *roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
     enlarged = actor.token_budget == "auto" and actor.dynamic_batch and budgets.token_budget > TOKEN_BUDGET[facts.device]
     why_larger = " (auto: with fewer tokens of so small a model the device would wait)" if enlarged else ""
     if not facts.rollout:
@@ -978,6 +1262,7 @@ def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets:
     *of_update, forward = (micro(getattr(config, role).micro_batch, getattr(budgets, name)) for name in OWN_BUDGETS[role])
     updates = f"updates in micro-batches of at most {of_update[0]}, " if of_update else ""
     yield f"{role} on workers of its own: {updates}passes without gradient of at most {forward}"
+    yield from facts.division
     yield from roles.words
     if facts.layers:
         yield f"layers of the {role}: {facts.layers}"

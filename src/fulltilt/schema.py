@@ -260,6 +260,7 @@ _if_recomputed = UsedIf(
 
 _if_several = UsedIf(("cluster.workers", "cluster.nodes"), lambda workers, nodes: workers != 1 or nodes != 1, "set cluster.workers above 1")
 _sequence = partial(_sharing, changes="tokens per rank in the layers = tokens / size", used_if=_if_several)
+_divided = partial(_sharing, changes="parameter bytes of each worker", used_if=_if_several)
 _if_apart = replace(
     _if_several,
     reads=("cluster.workers", "cluster.processes", "cluster.address"),
@@ -539,8 +540,9 @@ class RolloutConfig(Section):
     )
     """Neighbouring workers that sample together, each with a part of every layer and of the KV cache. It divides the number of workers and
     the model's heads. Another number than `train.tensor_parallel` takes a copy of the actor, divided so, which is brought up to date after
-    each update. `auto`: that of `train.tensor_parallel`. Note: tensor_parallel_size is the guides' spelling; verl's key is
-    tensor_model_parallel_size."""
+    each update. `auto`: that of `train.tensor_parallel` where no copy is needed for it and models, optimizer and a useful KV cache fit on
+    a device; else the least with which they do, within a machine; on a CPU that of `train.tensor_parallel`. Note: tensor_parallel_size is
+    the guides' spelling; verl's key is tensor_model_parallel_size."""
     expert_parallel: Count = _rollout(
         "auto",
         "experts of each worker that samples, and the width of their products",
@@ -687,11 +689,11 @@ class TrainConfig(Section):
     )
     """Workers that compute a micro-batch together, each a part of its tokens, except in attention, where each has all tokens and a part of
     the heads (Ulysses): for samples whose activations do not fit on one device. It divides the number of workers and of the model's heads.
-    A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more tokens than the token
-    budget of a micro-batch, the least that makes up for it. Note: training.sequence_parallel and ulysses_degree are one guide's spellings,
-    not verl keys."""
-    tensor_parallel: Positive = _sharing(
-        1,
+    A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more than 8192 tokens, the
+    least with which it fits into a worker's memory and into a token budget that is given, and with which no worker is left without a
+    sample. Note: training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys."""
+    tensor_parallel: Count = _sharing(
+        "auto",
         "parameter bytes of each worker",
         "ARR.actor.megatron.tensor_model_parallel_size | models.policy_trainer.tensor_model_parallel_size",
         used_if=_if_several,
@@ -699,10 +701,11 @@ class TrainConfig(Section):
     """Neighbouring workers that hold one part each of every layer's matrices, and compute each layer together: some heads, columns and
     tokens of the vocabulary each, for models that do not fit on one device with gradients, optimizer and KV cache. It divides the number of
     workers, the model's heads and the width of its feed-forward layers. Each micro-batch and prompt goes to all of them; what `shard` and
-    `sequence_parallel` share out, workers with the same part do. All roles. Note: The guides' rule of thumb is about 4 billion parameters
-    per GPU."""
-    expert_parallel: Positive = _sharing(
-        1,
+    `sequence_parallel` share out, workers with the same part do. For all roles that have no size of their own. `auto`: 1 where the run fits
+    on the devices as `shard` shares it out, or with experts that are divided; else the least with which it does, within a machine; on a CPU
+    1. Note: The guides' rule of thumb is about 4 billion parameters per GPU."""
+    expert_parallel: Count = _sharing(
+        "auto",
         "parameter bytes of each worker",
         "ARR.actor.megatron.expert_model_parallel_size | models.policy_trainer.expert_model_parallel_size",
         used_if=_if_several,
@@ -711,7 +714,9 @@ class TrainConfig(Section):
     mixture-of-experts models whose experts do not fit on one device in an update. Each worker computes micro-batches of its own. It divides
     the number of workers and of experts. Rollouts have all experts on every worker, or what `rollout.tensor_parallel` and
     `rollout.expert_parallel` say. With `shard` "optimizer" or "full". With `tensor_parallel` it is 1 or the same number: then workers that
-    compute a layer together have some of its experts whole, instead of a part of every one, and send nothing in addition."""
+    compute a layer together have some of its experts whole, instead of a part of every one, and send nothing in addition. `auto`: 1
+    where the run fits on the devices as `shard` shares it out, else the least with which it does, and 1 with `tensor_parallel`; on a CPU
+    1."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""
@@ -833,6 +838,16 @@ class RefConfig(Section):
         None, aliases="ARR.ref.{,fsdp_config.}ulysses_sequence_parallel_size | models.ref_policy.ulysses_sequence_parallel_size"
     )
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(
+        None, aliases="ARR.ref.megatron.tensor_model_parallel_size | models.ref_policy.tensor_model_parallel_size"
+    )
+    """As `train.tensor_parallel`, for the reference role's model, unless that is the actor's (`lora.rank`). Left out: as in `[train]`, or 1
+    with an `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(
+        None, aliases="ARR.ref.megatron.expert_model_parallel_size | models.ref_policy.expert_model_parallel_size"
+    )
+    """As `train.expert_parallel`, for the reference role's model, unless that is the actor's (`lora.rank`). Left out: as in `[train]`, or 1
+    with a `tensor_parallel` of its own."""
 
 
 class CriticConfig(Section):
@@ -864,6 +879,12 @@ class CriticConfig(Section):
     """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the critic's token budget."""
     sequence_parallel: Count | None = _sequence(None, aliases="critic.ulysses_sequence_parallel_size")
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(None, aliases="critic.megatron.tensor_model_parallel_size")
+    """As `train.tensor_parallel`, for the critic's model. Left out: as in `[train]`, or 1 with an
+    `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(None, aliases="critic.megatron.expert_model_parallel_size")
+    """As `train.expert_parallel`, for the critic's model. Left out: as in `[train]`, or 1 with a
+    `tensor_parallel` of its own."""
 
 
 class RewardModelConfig(Section):
@@ -886,6 +907,12 @@ class RewardModelConfig(Section):
     """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
     sequence_parallel: Count | None = _sequence(None, aliases="reward_model.ulysses_sequence_parallel_size")
     """As `train.sequence_parallel`. Left out: as in `[train]`."""
+    tensor_parallel: Positive | None = _divided(None, aliases="reward_model.megatron.tensor_model_parallel_size")
+    """As `train.tensor_parallel`, for the reward model's model. Left out: as in `[train]`, or 1 with an
+    `expert_parallel` of its own."""
+    expert_parallel: Positive | None = _divided(None, aliases="reward_model.megatron.expert_model_parallel_size")
+    """As `train.expert_parallel`, for the reward model's model. Left out: as in `[train]`, or 1 with a
+    `tensor_parallel` of its own."""
 
 
 class LoraConfig(Section):

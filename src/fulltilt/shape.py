@@ -274,6 +274,12 @@ class Shape:
             found |= {"mlp.shared_expert.down_proj": (shared, w, 1), "mlp.shared_expert_gate": (w, 1, 1)}
         return found
 
+    def expert_parameters(self, layer: DecoderLayer) -> int:
+        """Numbers of all experts of a layer, the one that every token goes to not counted."""
+        return sum(
+            inner * outer * copies for name, (inner, outer, copies) in self.products(layer).items() if name.startswith("mlp.experts.")
+        )
+
     def _layer_parameters(self, layer: DecoderLayer) -> Iterator[tuple[str, int]]:
         """Weights, biases, routers and norms of queries and keys, by name; the norms of hidden states are counted by themselves."""
         family = self.known_family()

@@ -17,9 +17,9 @@ from functools import cached_property
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.bench.roofline import DEVICES
-from fulltilt.parallel.cuts import legal_expert_sizes, legal_sizes
+from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.parallel.holdings import held_bytes, passing_bytes, rollout_bytes
-from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.traffic import (
     WHITENING,
     Exchange,
@@ -197,7 +197,7 @@ def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
 
 def groups_of(shape: Shape) -> list[int]:
     """How many GPUs of a machine may share a micro-batch."""
-    legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in shape.layers), OF_MACHINE)
+    legal = legal_sequence_sizes(shape, OF_MACHINE)
     return [size for size in GROUPS if size in legal]
 
 

@@ -121,7 +121,8 @@ def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> Run
 
 def on_one_worker(config: Config) -> Config:
     """The configuration without what only several workers obey, of a run that may have had them."""
-    alone = {name: getattr(config, name).model_copy(update={"sequence_parallel": 1}) for name in ("ref", "critic", "reward_model")}
+    own = {"sequence_parallel": 1, "tensor_parallel": None, "expert_parallel": None}
+    alone = {name: getattr(config, name).model_copy(update=own) for name in ("ref", "critic", "reward_model")}
     train = config.train.model_copy(update={"sequence_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1})
     rollout = config.rollout.model_copy(update={"tensor_parallel": 1, "expert_parallel": "auto"})
     return config.model_copy(update={**alone, "train": train, "rollout": rollout})

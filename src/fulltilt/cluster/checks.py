@@ -32,17 +32,25 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sizes, whole_experts_in_rollouts, why_not_experts
+from fulltilt.parallel.cuts import (
+    expert_counts,
+    legal_expert_sizes,
+    legal_sequence_sizes,
+    legal_sizes,
+    whole_experts_in_rollouts,
+    why_not_experts,
+)
 from fulltilt.parallel.cuts import why_not as why_not_divided
-from fulltilt.parallel.layout import sequence_sizes
 from fulltilt.plan import (
     OFFLOADS,
+    OWN_BUDGETS,
+    Division,
     check_context,
     count_steps,
-    given_settings,
     graphs_without_device,
-    own_heads,
-    sequence_key,
+    own_sizes,
+    size_key,
+    unless_auto,
     wrong_sequence_size,
 )
 from fulltilt.records import Prompt, UserError
@@ -204,6 +212,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
+        *wrong_roles(config, algorithm),
         *wrong_tensor(config, algorithm, device),
         *wrong_experts(config, algorithm, device),
         *wrong_sequence(config, algorithm, device),
@@ -235,7 +244,7 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         return
     if train.shard_size == 1:
         yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
-    if known and max(workers, *apart, 1) <= train.tensor_parallel > 1:
+    if known and max(workers, *apart, 1) <= unless_auto(train.tensor_parallel, 1) > 1:
         same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
         yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
     elif known and max(workers, *apart, 1) == 1:
@@ -251,7 +260,8 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
     the run."""
     given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
-    counts = {role: count // config.train.tensor_parallel for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
+    parts = {role: given_division(config).of(config, role).tensor for role in ("actor", *roles)}
+    counts = {role: count // parts[role] for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
     if not given or counts["actor"] < 1:
         return
 
@@ -260,35 +270,55 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
     legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
     for role in undivided(given):
-        alike = " with the same part of the model" if config.train.tensor_parallel > 1 else ""
+        alike = " with the same part of the model" if parts[role] > 1 else ""
         whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
         remedy = either(legal or ['train.shard = "full"'])
         yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
 
 
+def given_division(config: Config) -> Division:
+    """Among how many workers models are divided, as far as the user has said it."""
+    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
+    return Division(tensor, experts, unless_auto(config.rollout.tensor_parallel, tensor))
+
+
 def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with layers that are divided among workers."""
-    sizes = {"train.tensor_parallel": config.train.tensor_parallel}
-    if "rollout" in algorithm.needs and config.rollout.tensor_parallel != "auto":
-        sizes["rollout.tensor_parallel"] = config.rollout.tensor_parallel
-    shapes = list(shapes_of_roles(config, algorithm, device)) if max(sizes.values()) > 1 else []
+    division = given_division(config)
+    shapes = list(shapes_of_roles(config, algorithm, device))
+    sizes = {size_key(config, role, "tensor_parallel"): division.of(config, role).tensor for role in ("actor", *OWN_BUDGETS)}
+    sizes["train.tensor_parallel"] = division.tensor
+    if "rollout" in algorithm.needs:
+        sizes["rollout.tensor_parallel"] = unless_auto(config.rollout.tensor_parallel, 1)
     for key, size in sizes.items():
         if size == 1:
             continue
         for other, why in UNDIVIDED.items():
             if value_of(config, other) is True:
                 yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-        if "rollout" in algorithm.needs and config.rollout.engine != "native":
+        section = key.partition(".")[0]
+        if "rollout" in algorithm.needs and config.rollout.engine != "native" and section in ("train", "rollout"):
             yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
-        yield from wrong_parts(config, key, size, shapes if key.startswith("train") else shapes[:1])
+        of_key = [each for each in shapes if size_key(config, each[0], "tensor_parallel") == key]
+        yield from wrong_parts(config, key, size, shapes[:1] if section == "rollout" else of_key)
+
+
+def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Sizes of a role that cannot have its own."""
+    for role in OWN_BUDGETS:
+        tensor, experts = own_sizes(config, role)
+        given = [(f"{role}.{key}", size) for key, size in (("tensor_parallel", tensor), ("expert_parallel", experts)) if size is not None]
+        for key, size in given if role == "ref" and "ref_logprobs" in algorithm.needs and shares_model(config) else ():
+            why = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
+            yield f"{key}: {size}, but {why}. Remove the key"
 
 
 def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool:
     """Whether each of `size` workers has some of the experts, and not a part of every one, where the key divides layers among them."""
-    train, rollout = config.train, config.rollout
-    if key.startswith("train"):
-        return min(size, train.expert_parallel) > 1
-    return whole_experts_in_rollouts(rollout.expert_parallel, size, train.tensor_parallel, train.expert_parallel, shape)
+    division, section = given_division(config), key.partition(".")[0]
+    if section != "rollout":
+        return min(size, division.experts if section == "train" else division.of(config, section).experts) > 1
+    return whole_experts_in_rollouts(config.rollout.expert_parallel, size, division.tensor, division.experts, shape)
 
 
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
@@ -300,7 +330,7 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
         if (reason is None and own % size == 0) or (own, reason) in said:
             continue
         said.add((own, reason))
-        legal = either([str(each) for each in legal_sizes(shape, whole_experts=whole) if own % each == 0])
+        legal = either([str(each) for each in legal_sizes(shape, own, whole_experts=whole)])
         if reason is None:
             has = "has" if own == 1 else "have"
             of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
@@ -313,20 +343,32 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """What does not go with experts that are divided among workers."""
     yield from wrong_rollout_experts(config, algorithm, device)
-    key, size, tensor = "train.expert_parallel", config.train.expert_parallel, config.train.tensor_parallel
-    if size == 1:
-        return
-    if tensor not in (1, size):
-        yield f"{key}: {size}, but train.tensor_parallel = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
-        return
-    if config.train.shard == "hybrid" and tensor == 1:
-        yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
-    for other, why in UNDIVIDED.items():
-        if value_of(config, other) is True:
-            yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-    for role, shape, own in shapes_of_roles(config, algorithm, device):
-        legal = [str(each) for each in legal_expert_sizes(shape) if own % each == 0 and (tensor == 1 or each in (1, tensor))]
-        if (reason := why_not_experts(shape, size)) is not None and (role == "actor" or expert_counts(shape)):
+    division = given_division(config)
+    sizes = {size_key(config, role, "expert_parallel"): division.of(config, role) for role in ("actor", *OWN_BUDGETS)}
+    for key, own in {**sizes, "train.expert_parallel": division.of(config, "actor")}.items():
+        size, tensor = own.experts, own.tensor
+        if size == 1:
+            continue
+        if tensor not in (1, size):
+            by = size_key(config, key.partition(".")[0], "tensor_parallel")
+            yield f"{key}: {size}, but {by} = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
+            continue
+        if config.train.shard == "hybrid" and tensor == 1:
+            yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
+        for other, why in UNDIVIDED.items():
+            if value_of(config, other) is True:
+                yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
+        of_key = [each for each in shapes_of_roles(config, algorithm, device) if size_key(config, each[0], "expert_parallel") == key]
+        yield from wrong_expert_size(config, key, size, tensor, of_key)
+
+
+def wrong_expert_size(config: Config, key: str, size: int, tensor: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
+    """The first role whose experts cannot be divided among so many workers: others have their sizes from the same key. `tensor`: among how
+    many of them each layer is divided."""
+    for role, shape, own in shapes:
+        legal = [str(each) for each in legal_expert_sizes(shape, own) if tensor == 1 or each in (1, tensor)]
+        obeys = role == "actor" or not key.startswith("train") or bool(expert_counts(shape))
+        if (reason := why_not_experts(shape, size)) is not None and obeys:
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
         elif own % size and tensor == 1:  # otherwise the same is said of train.tensor_parallel
@@ -334,12 +376,11 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
             yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
         else:
             continue
-        return  # the same is wrong for roles whose sizes come from the same key
+        return
 
 
 def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    key, size, tensor = "rollout.expert_parallel", config.rollout.expert_parallel, config.rollout.tensor_parallel
-    tensor = config.train.tensor_parallel if tensor == "auto" else tensor
+    key, size, tensor = "rollout.expert_parallel", config.rollout.expert_parallel, given_division(config).rollout
     if size in ("auto", 1) or "rollout" not in algorithm.needs:
         return
     if size != tensor:
@@ -373,15 +414,13 @@ def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterat
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Numbers of workers that cannot share micro-batches."""
     said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
-    parts = config.train.tensor_parallel
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        key, size = sequence_key(config, role), given_settings(config, role)["sequence_parallel"]
-        if size in ("auto", 1) or own % parts:
-            continue
-        legal = sequence_sizes(own_heads(shape, parts), own // parts)
-        if size not in legal and (key, own, tuple(legal)) not in said:
-            said.add((key, own, tuple(legal)))
-            yield wrong_sequence_size(role, key, size, legal, own // parts)
+        parts = given_division(config).of(config, role).tensor  # `auto` keeps to what a given number allows
+        same = size_key(config, role, "sequence_parallel"), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
+        wrong = wrong_sequence_size(config, role, shape, own // parts, parts)
+        if wrong and own % parts == 0 and same not in said:
+            said.add(same)
+            yield wrong
 
 
 def unshared(config: Config) -> dict[str, str]:
@@ -487,7 +526,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
+    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
     other = config.rollout.tensor_parallel not in ("auto", tensor)
     other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
     of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs

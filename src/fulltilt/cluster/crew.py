@@ -84,7 +84,7 @@ class Crew:
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
-        self._sharing = {role: size * facts[self._ranks_of(role)[0]].together for role, size in of_tokens.items()}
+        self._sharing = {role: size * facts[self._ranks_of(role)[0]].together.get(role, 1) for role, size in of_tokens.items()}
         self.update_sizes = update_sizes(config, self.plan.budgets, of_tokens)
         self.forward_sizes = forward_sizes(config, self.plan.budgets, of_tokens)
 

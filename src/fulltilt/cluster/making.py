@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import THREADS, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import THREADS, find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -36,6 +37,7 @@ from fulltilt.model import lora
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
+from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
 from fulltilt.parallel.holdings import bucket_bytes
 from fulltilt.parallel.layout import UNSHARDED, Sharding
@@ -45,11 +47,23 @@ from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
+from fulltilt.plan import (
+    ROLE_KEYS,
+    Division,
+    RoleFacts,
+    RoleSettings,
+    RoleSizes,
+    count_steps,
+    longest_response,
+    make_plan,
+    plan_roles,
+    unless_auto,
+    updates_per_step,
+)
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
-from fulltilt.schema import Config, TrainConfig, shares_parameters
+from fulltilt.schema import Config, TrainConfig, shares_model, shares_parameters
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
@@ -57,6 +71,8 @@ from fulltilt.training.parameters import Divided
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, many
+
+NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # of a worker that is alone
 
 
 def be_deterministic() -> None:
@@ -101,14 +117,15 @@ def load_worker(
     # Also before they are planned: until a number is set, MKL may take another one for each product, whose last bits models are checked by.
     torch.set_num_threads(max(1, THREADS // ranks.beside))
     roles = list(dict.fromkeys([*order.roles, *judged]))
-    tensor, rollout = tensor_sizes(order, ranks.size)
-    whole_experts = experts_of_members(order, tensor, rollout)
-    grid = Grid.of(ranks, tensor, order.config.train.expert_parallel if order.roles and tensor == 1 else 1, rollout)
+    own = order if order.roles else replace(order, config=of_evaluation(order.config, ranks.size))
+    division = division_of(own, roles, device, ranks)
+    grids = make_grids(own, division, ranks)
+    grid = grids.get("actor") or next(iter(grids.values()))
     sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
     shared = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0)
-    placing, by_role = place(order, config, device, grid, shared, whole_experts), list[str]()
+    placing, by_role = place(order, config, device, grids, shared, division), list[str]()
     if placing.sharer:
         by_role = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
     models = load_models(
@@ -118,7 +135,9 @@ def load_worker(
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
     kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grid, sharding, shared)
+    worker = make_worker(
+        config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grids, sharding, shared, division.words
+    )
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -126,51 +145,79 @@ def load_worker(
     if ranks.of_run > 1:
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
-    asked = order.config.rollout.tensor_parallel
-    if not order.roles and order.only is None and rollout == 1 < (order.config.train.tensor_parallel if asked == "auto" else asked):
+    trained, asked = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
+    if not order.roles and order.only is None and division.rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
     return worker
 
 
+def division_of(order: WorkerOrder, roles: Sequence[str], device: torch.device, ranks: Ranks) -> Division:
+    """Among how many workers models are divided. `roles`: those of a training run that have a model here."""
+    here = roles or [*(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])]
+    longest, learns = order.texts.longest, bool(order.roles)
+    return find_division(order.config, here, device, ranks, longest, sampled=order.sampled, learns=learns)
+
+
+def of_evaluation(config: Config, workers: int) -> Config:
+    """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if the number of workers allows
+    it, which may be another one than in the run that learned."""
+    rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
+    size = train if rollout == "auto" else rollout
+    size = 1 if size != "auto" and workers % size else size
+    own = config.reward_model.tensor_parallel
+    sections: dict[str, dict[str, Any]] = {
+        "train": {"tensor_parallel": size, "expert_parallel": 1},
+        "rollout": {"tensor_parallel": size},
+        "reward_model": {"tensor_parallel": own if own and workers % own == 0 else None, "expert_parallel": None},
+    }
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()})
+
+
+def make_grids(order: WorkerOrder, division: Division, ranks: Ranks) -> dict[str, Grid]:
+    """The groups of workers that this one is in, for each role that has a model here. Roles with the same sizes have the same groups. All
+    workers must call it at the same time, and make their groups in the same order."""
+    wanted = {*order.roles, *(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])}
+    if "actor" in wanted and shares_model(order.config):
+        wanted.discard("ref")
+    sizes = {role: division.of(order.config, role) for role in ("actor", "critic", "ref", "reward_model") if role in wanted}
+    made: dict[RoleSizes, Grid] = {}
+    for role, own in sizes.items():
+        if own not in made:
+            made[own] = Grid.of(ranks, own.tensor, own.apart, division.rollout if role == "actor" else own.tensor)
+    return {role: made[own] for role, own in sizes.items()}
+
+
 def place(
-    order: WorkerOrder, config: Config, device: torch.device, grid: Grid, shared: SharedModels, whole_experts: tuple[bool, bool]
+    order: WorkerOrder, config: Config, device: torch.device, grids: Mapping[str, Grid], shared: SharedModels, division: Division
 ) -> Placer:
-    """What divides the models and shares them out. All workers must call it at the same time. `whole_experts`: as `experts_of_members` says
-    it."""
-    tensor, rollout, sharer = grid.tensor.size, grid.rollout.size, None
-    if shares_out(config, order.roles, grid.data):
-        sharer = ModelSharer.of(shared, config, grid, device, learners_of(order.roles), sampled=order.sampled)
-    sampling = grid.rollout if tensor != rollout or len(set(whole_experts)) > 1 else None
-    divider = ModelDivider(shared, grid.tensor, sampling, whole_experts) if max(tensor, rollout) > 1 else None
-    experts = ExpertDivider(shared, grid.experts, order.sampled, sharer is not None) if grid.replicas else None
-    learned_whole = tensor == 1 and not experts and not sharer
-    whole = learned_whole or (order.sampled and rollout == 1)
-    return Placer(shared, whole, order.sampled, divider, experts, sharer)
+    """What divides the models and shares them out. All workers must call it at the same time."""
+    grid, sharer = grids.get("actor") or next(iter(grids.values())), None
+    if of_shards := {role: own for role, own in grids.items() if shares_out(config, order.roles, own.data)}:
+        sharer = ModelSharer.of(shared, config, of_shards, device, learners_of(order.roles), sampled=order.sampled)
+    whole, rollout_whole = experts_of_members(order, division, grids)
+    sampling = grid.rollout if grid.tensor.size != grid.rollout.size or ("actor" in whole) != rollout_whole else None
+    members, holders = {role: own.tensor for role, own in grids.items()}, {role: own.experts for role, own in grids.items() if own.replicas}
+    cut = max(grid.rollout.size, *(own.size for own in members.values())) > 1
+    divider = ModelDivider(shared, members, sampling, whole, rollout_whole) if cut else None
+    experts = ExpertDivider(shared, holders, order.sampled, "actor" in of_shards) if holders else None
+    learned_whole = grid.tensor.size == 1 and "actor" not in holders and "actor" not in of_shards
+    return Placer(shared, learned_whole or (order.sampled and grid.rollout.size == 1), order.sampled, divider, experts, sharer)
 
 
-def tensor_sizes(order: WorkerOrder, workers: int) -> tuple[int, int]:
-    """Among how many workers each layer is divided: that learns, and that an engine reads. An evaluation may have another number of workers
-    than the run that learned, and has one model."""
-    tensor, given = order.config.train.tensor_parallel, order.config.rollout.tensor_parallel
-    rollout = tensor if given == "auto" else given
-    if not order.roles:
-        return (rollout, rollout) if workers % rollout == 0 else (1, 1)
-    return tensor, rollout if order.sampled else tensor
-
-
-def experts_of_members(order: WorkerOrder, tensor: int, rollout: int) -> tuple[bool, bool]:
-    """Whether a member of a tensor-parallel group has some of the experts, and not a part of every one: that learn, and that an engine
-    reads. `tensor`, `rollout`: the sizes of these groups."""
-    train = order.config.train
-    if max(tensor, rollout) == 1:
-        return False, False
-    learned, shape = min(tensor, train.expert_parallel) > 1, shape_of(read_config(order.config.model))
+def experts_of_members(order: WorkerOrder, division: Division, grids: Mapping[str, Grid]) -> tuple[set[str], bool]:
+    """The roles of which a member of a tensor-parallel group has some of the experts, and not a part of every one; and whether the same
+    holds for the model that an engine reads."""
+    divided = {role for role, grid in grids.items() if grid.tensor.size > 1}
+    whole = {role for role in divided if order.roles and division.of(order.config, role).experts > 1}
+    actor = grids.get("actor")
+    if not order.sampled or actor is None or actor.rollout.size == 1:
+        return whole, "actor" in whole and actor is not None and actor.rollout.size > 1
+    train, shape = order.config.train, shape_of(read_config(order.config.model))
+    of_run = division if order.roles else Division(unless_auto(train.tensor_parallel, 1), unless_auto(train.expert_parallel, 1))
     given = order.config.rollout.expert_parallel
-    of_engine = whole_experts_in_rollouts(given, rollout, train.tensor_parallel, train.expert_parallel, shape)
-    if not order.roles:
-        return of_engine, of_engine
-    return learned, of_engine if order.sampled else learned
+    of_engine = whole_experts_in_rollouts(given, actor.rollout.size, of_run.tensor, of_run.experts, shape)
+    return whole if order.roles else (divided if of_engine else set()), of_engine
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -202,31 +249,41 @@ def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
 
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
-    shared: SharedModels | None = None,
+    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grids: Mapping[str, Grid] = NO_GRIDS,
+    sharding: Sharding = UNSHARDED, shared: SharedModels | None = None, division: tuple[str, ...] = (),
 ) -> Worker:  # fmt: skip
-    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grid`: it and the others, which must be
-    made at the same time. `shared`: the models as they are divided and shared out among these."""
+    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
+    must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
+    why they are, in words."""
+    grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
+    grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
     sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
     whole = shared.rollout or models.actor if sampled else None
     sharding = replace(sharding, experts=grid.experts.size)
-    known = shared.facts or {
-        role: role_facts(model, learns=role in learners, part=shared.parts.get(role)) for role, model in models.own.items()
+    of_roles = {
+        role: shared.facts.get(role) or role_facts(model, learns=role in learners, part=shared.parts.get(role))
+        for role, model in models.own.items()
     }
-    of_roles = {role: known[role] for role in models.own}
+    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
+    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
     facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
+    facts = replace(facts, division=division, divisions=others)
     if shared.copied and shared.rollout is not None:
         copied, part = sum(own.nbytes for own in shared.rollout.parameters()), shared.parts.get("actor")
-        bucket = bucket_bytes(known["actor"].sizes, sharding, part.ranks.size if part else 1)
+        bucket = bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
         facts = replace(facts, copy_bytes=copied + bucket)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grid, shared)
-    groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles}, grid.tensor.size)
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
+    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
+    for name in made.roles:
+        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
+    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
     for name, own in made.roles.items():
-        own.sequence, own.tensor = groups.get(settings[name].sequence_parallel, ONE), grid.tensor
-        own.meets = bool(grid.replicas) and any(own.model is part.model for part in shared.parts.values())
+        own.tensor = grids[name].tensor
+        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
+        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     if isinstance(shared.twin, RolloutCopy) and "actor" in made.trainers:
         optimizer = made.trainers["actor"].optimizer
@@ -293,7 +350,7 @@ class RolesMade:
 
 def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str], grid: Grid = ONE_WORKER, shared: SharedModels | None = None,
+    wanted: Collection[str], grids: Mapping[str, Grid], shared: SharedModels | None = None,
 ) -> RolesMade:  # fmt: skip
     """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
@@ -312,14 +369,14 @@ def make_roles(
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer_of = partial(make_optimizer, grid=grid, shared=shared)
+    optimizer_of = partial(make_optimizer, grids=grids, shared=shared)
     trainers: dict[str, Trainer] = {}
     if "actor" in wanted:
         adapters = config.lora.rank > 0
         optimizer = optimizer_of("actor", models.actor, config.train, of_actor, settings["actor"], keeps_parameters=adapters)
         roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
         rest = shared.shards["actor"].rest if "actor" in shared.shards else None
-        trainers["actor"] = Trainer(actor, algorithm.loss, marking(algorithm.marks, actor, grid.everyone), rest)
+        trainers["actor"] = Trainer(actor, algorithm.loss, marking(algorithm.marks, actor, grids["actor"].everyone), rest)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
         optimizer = optimizer_of("critic", model, of_critic, total, settings["critic"], keeps_parameters=True)
@@ -339,9 +396,10 @@ def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: 
 
 
 def make_optimizer(
-    role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, grid: Grid,
-    shared: SharedModels,
+    role: str, model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool,
+    grids: Mapping[str, Grid], shared: SharedModels,
 ) -> Optimizer:  # fmt: skip
+    grid = grids[role]
     offload, part = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads), shared.parts.get(role)
     return Optimizer(
         model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=grid.data, shards=shared.shards.get(role),

@@ -121,29 +121,30 @@ class ModelDivider:
     """Divides one role's model after another, each as soon as it is loaded, and before it is fused."""
 
     found: SharedModels
-    ranks: Ranks  # the members that hold all parts
+    members: Mapping[str, Ranks]  # by role: those that hold all parts
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
-    whole_experts: tuple[bool, bool] = (False, False)  # whether members have some of the experts each: that learn, and that an engine reads
+    whole_experts: Collection[str] = ()  # roles of which members have some of the experts each, and not a part of every one
+    rollout_whole: bool = False  # the same of the model that an engine reads
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
-        found, copied = self.found, None
+        found, ranks, copied = self.found, self.members[role], None
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
-                found.twin = RolloutCopy(copied, self._split(copied, self.rollout, 1) if self.rollout.size > 1 else None)
-                found.copied = True
-            if self.ranks.size > 1:
+                target = self._split(copied, self.rollout, self.rollout_whole) if self.rollout.size > 1 else None
+                found.twin, found.copied = RolloutCopy(copied, target), True
+            if ranks.size > 1:
                 found.undivided = without_memory(model)
-        if self.ranks.size > 1:
-            found.parts[role] = self._split(model, self.ranks, 0)
+        if ranks.size > 1:
+            found.parts[role] = self._split(model, ranks, role in self.whole_experts)
         if copied is not None:
             part_memory(copied, model)
         return copied
 
-    def _split(self, model: torch.nn.Module, ranks: Ranks, place: int) -> TensorSplit:
-        return split(model, ranks, whole_experts=self.whole_experts[place] and any(True for _ in expert_modules(model)))
+    def _split(self, model: torch.nn.Module, ranks: Ranks, whole_experts: bool) -> TensorSplit:
+        return split(model, ranks, whole_experts=whole_experts and any(True for _ in expert_modules(model)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +152,12 @@ class ExpertDivider:
     """Divides the experts of one role's model after another, each when it is loaded and fused. A model without experts stays whole."""
 
     found: SharedModels
-    ranks: Ranks  # the workers that have all experts
+    holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that have all of them
     sampled: bool  # whether an engine needs the actor whole
-    shared: bool  # whether parameters are shared out, too
+    shared: bool  # whether parameters of the actor are shared out, too
 
     def divide(self, role: str, model: torch.nn.Module) -> None:
-        if not any(True for _ in expert_modules(model)):
+        if role not in self.holders or not any(True for _ in expert_modules(model)):
             return
         found = self.found
         if role == "actor":
@@ -166,7 +167,7 @@ class ExpertDivider:
                 found.twin, found.copied = RolloutCopy(found.rollout, None), self.shared
             if not self.sampled or found.copied:
                 found.undivided = without_memory(model)
-        found.parts[role] = split_experts(model, self.ranks)
+        found.parts[role] = split_experts(model, self.holders[role])
         if role == "actor" and found.rollout is not None:
             part_memory(found.rollout, model)
 
@@ -176,23 +177,29 @@ class ModelSharer:
     """Shares out one role's model after another, each as soon as it is loaded."""
 
     found: SharedModels
-    sharing: Sharing
+    sharings: Mapping[str, Sharing]  # by role, where parameters are shared out
     device: torch.device
     learners: Collection[str]
     sampled: bool  # whether an engine needs the actor whole
 
     @staticmethod
     def of(
-        found: SharedModels, config: Config, grid: Grid, device: torch.device, learners: Collection[str], *, sampled: bool
+        found: SharedModels, config: Config, grids: Mapping[str, Grid], device: torch.device, learners: Collection[str], *, sampled: bool
     ) -> ModelSharer:
-        train = config.train
+        """`grids`: by role, where parameters are shared out. All workers must call it at the same time."""
+        train, made = config.train, dict[Grid, Sharing]()
         knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
-        sharing = share(grid.data, device.type, train.shard_size, **knobs)
-        sharing = with_experts(sharing, grid.replicas, device.type) if grid.replicas else sharing
-        return ModelSharer(found, sharing, device, learners, sampled)
+        for grid in dict.fromkeys(grids.values()):
+            size = train.shard_size if train.shard_size and grid.data.size % train.shard_size == 0 else None
+            sharing = share(grid.data, device.type, size, **knobs)
+            made[grid] = with_experts(sharing, grid.replicas, device.type) if grid.replicas else sharing
+        return ModelSharer(found, {role: made[grid] for role, grid in grids.items()}, device, learners, sampled)
 
     def share_out(self, role: str, model: torch.nn.Module) -> None:
         """A model whose parameters are in files gets this worker's rows from there."""
+        if role not in self.sharings:
+            return
+        sharing = self.sharings[role]
         found = self.found
         part = found.parts.get(role)
         found.facts[role] = role_facts(model, learns=role in self.learners, part=part)
@@ -202,7 +209,7 @@ class ModelSharer:
                 found.rollout = over_same_memory(model)
             else:
                 found.structure = without_memory(model)
-        found.shards[role] = shard(model, self.sharing if isinstance(part, ExpertSplit) else replace(self.sharing, experts=None))
+        found.shards[role] = shard(model, sharing if isinstance(part, ExpertSplit) else replace(sharing, experts=None))
         fill(model, part, found.shards[role])
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
@@ -244,7 +251,7 @@ class Placer(Placing):
             assert isinstance(self.found.twin, RolloutCopy)
             fill(also, self.found.twin.target)
             release(also, files=False)
-        if not self.sharer or (role == "actor" and self.sampled and also is None):
+        if not self.sharer or role not in self.sharer.sharings or (role == "actor" and self.sampled and also is None):
             self._complete(model, part)
         return also
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.cluster.checks import TextFacts, unshared
+from fulltilt.cluster.checks import UNDIVIDED, TextFacts, unshared
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.attention import LayerShape
@@ -33,10 +33,13 @@ from fulltilt.parallel.shard import neighbours
 from fulltilt.plan import (
     KEPT_AS,
     Budgets,
+    Division,
     Facts,
     RoleFacts,
     check_loading,
+    choose_division,
     choose_sharding,
+    divided,
     given_settings,
     loading_order,
     longest_response,
@@ -44,9 +47,10 @@ from fulltilt.plan import (
 )
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model, value_of
 from fulltilt.shape import LayerDivision, UnknownParameters
 
+UNKNOWN = "how many parameters the model has is not known before it is loaded"
 ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
@@ -62,40 +66,58 @@ def device_bytes(device: torch.device, ranks: Ranks) -> int:
     return ranks.least(torch.cuda.mem_get_info(device)[1], device) // ranks.sharing if device.type == "cuda" else 0
 
 
+def find_division(
+    config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, longest: int, *, sampled: bool, learns: bool = True
+) -> Division:
+    """Among how many workers models are divided, found before they are loaded and on all workers alike. `roles`: those that have a model
+    here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
+    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, longest, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
+    only = next((f"{key} is set" for key in UNDIVIDED if value_of(config, key) is True), None)
+    if sampled and config.rollout.engine != "native":
+        only = f'rollout.engine = "{config.rollout.engine}" samples from a whole model'
+    if device.type == "cuda" and ranks.size > 1:
+        try:
+            facts = replace(facts, roles=dict(known_roles(config, roles, device.type, learns=learns)))
+        except UnknownParameters:
+            only = UNKNOWN
+    found = next((f"{key} is set" for key in unshared(config)), None)
+    return choose_division(config, facts, within=ranks.within, beside=beside_of(ranks), only=only, unshared=found)
+
+
+def beside_of(ranks: Ranks) -> int:
+    """The workers of a machine; 1 where groups of as many neighbours would not be those of a machine."""
+    return ranks.beside if ranks.before % ranks.beside == 0 else 1
+
+
 def find_sharding(config: Config, roles: Collection[str], device: torch.device, grid: Grid, *, sampled: bool) -> Sharding:
     """What workers with the same part of a model share out. It is found before models are loaded, and on all of them alike. `roles`: those
     of a training run, none if nothing learns."""
     ranks, size, parts = grid.everyone, grid.data.size, grid.tensor.size
     if not roles:
         return Sharding("optimizer", size, size)
-    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=size))
-    only = "train.expert_parallel is set" if grid.replicas else next((f"{key} is set" for key in unshared(config)), None)
+    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
+    only = next((f"{key} is set" for key in unshared(config)), None)
     if device.type == "cuda" and ranks.size > 1:
         try:
-            known, sampling = dict(known_roles(config, roles, device.type)), grid.rollout.size
-            # An engine that samples from another part than the one that learns has a copy of it.
-            copied = sampled and "actor" in known and (sampling != parts or grid.replicas is not None)
-            copy_bytes = known["actor"].parameter_bytes // sampling if copied else 0
-            own = {role: each.part(parts).with_experts(grid.experts.size) for role, each in known.items()}
-            facts = replace(facts, roles=own, parts=parts, rollout_parts=sampling, copy_bytes=copy_bytes)
+            facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
-            only = "how many parameters the model has is not known before it is loaded"
-    # Groups of neighbours are the workers of a machine only where the first of them is the first of its machine.
-    aligned = ranks.before % ranks.beside == 0 and ranks.beside % parts == 0
-    found = choose_sharding(config, facts, ranks.beside // parts if aligned else 1, only=only)
+            only = UNKNOWN
+    facts = divided(config, facts, Division(parts, grid.experts.size, grid.rollout.size))
+    beside = beside_of(ranks)
+    found = choose_sharding(config, facts, beside // parts if beside % parts == 0 else 1, only=only)
     if found.parameters and size < found.group:  # a role of its own with fewer workers than a group has
         found = replace(found, shard="full", group=size)
     check_loading(replace(facts, sharding=found))
     return found
 
 
-def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:
+def known_roles(config: Config, roles: Collection[str], device: str, *, learns: bool = True) -> Iterator[tuple[str, RoleFacts]]:
     """The facts of roles that have a model of their own, which is not loaded."""
     for role in roles:
         if role != "ref" or not shares_model(config):
             path = config.model.path if role == "actor" else getattr(config, role).path
             shape = shape_of(read_config(config.model, path))
-            yield role, RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role)
+            yield role, RoleFacts.of_shape(shape, config, device, learns=learns and role in KEPT_AS, role=role)
 
 
 def order_of_loading(config: Config, roles: Collection[str], device: str, sharding: Sharding, *, sampled: bool) -> list[str]:

@@ -13,9 +13,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fulltilt.cluster.checks import refuse, too_few, wrong_groups
+from fulltilt.cluster.checks import given_division, refuse, too_few, wrong_groups
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
+from fulltilt.plan import size_key
 from fulltilt.words import many
 
 
@@ -45,12 +46,16 @@ def teams_of(order: WorkerOrder, size: int) -> list[Team]:
 
 def undivided(team: Team) -> Iterator[str]:
     """Sizes that do not divide the team's workers, whose number the cluster alone may have known."""
-    train, rollout = team.order.config.train, team.order.config.rollout
-    sizes: dict[str, int | str] = {"train.tensor_parallel": train.tensor_parallel, "train.expert_parallel": train.expert_parallel}
+    config, names = team.order.config, ("tensor_parallel", "expert_parallel")
+    division = given_division(config)
+    sizes: dict[str, int] = {}
+    for role in team.order.roles:
+        own = division.of(config, role)
+        sizes |= {size_key(config, role, name): size for name, size in zip(names, (own.tensor, own.experts), strict=True)}
     if team.order.sampled:
-        sizes["rollout.tensor_parallel"] = rollout.tensor_parallel
+        sizes["rollout.tensor_parallel"] = division.rollout
     for key, size in sizes.items():
-        if isinstance(size, int) and len(team.ranks) % size:
+        if len(team.ranks) % size:
             whose = f"the {many(len(team.ranks), 'worker')} of the {team.label or 'actor'}"
             yield f"{key}: {size} does not divide {whose}. Use a number that does, or another number of workers"
 

@@ -87,7 +87,7 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
-    together: int = 1  # workers that compute each layer together
+    together: Mapping[str, int] = field(default_factory=dict)  # by role: workers that compute each layer together
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
@@ -221,7 +221,7 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        parts = max((role.tensor.size for role in self.roles.values()), default=1)
+        parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
             self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
         )

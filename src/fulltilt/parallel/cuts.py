@@ -1,13 +1,13 @@
-"""How tensor and expert parallelism cut a model's tensors: arithmetic alone, without torch.
+"""How tensor and expert parallelism cut a model's tensors, and which sizes are legal: arithmetic alone, without torch.
 
-Enters: a model's sizes and the number of members that share it. Leaves: which sizes are legal, and why another one is not; for a tensor,
-which of its rows or columns each member holds (`Cut`). Guaranteed: every row or column is held by at least one member, and by as many as
-its section says; members that hold the same ones are neighbours.
+Enters: a model's sizes and the number of workers that share it. Leaves: which sizes are legal, of tensor, expert and sequence parallelism,
+and why another one is not; for a tensor, which of its rows or columns each member holds (`Cut`). Guaranteed: every row or column is held by
+at least one member, and by as many as its section says; members that hold the same ones are neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,6 +124,8 @@ def vocabulary_rows(vocabulary: int, size: int) -> int:
 def why_not(shape: Shape, size: int, *, whole_experts: bool = False) -> str | None:
     """Why a model cannot be cut for so many members; None: it can. `whole_experts`: each member has some of the experts, and not a part of
     every one."""
+    if size > 1 and shape.family and shape.family.whole_head_norms:
+        return "its norms of queries and keys are over all heads at once"
     for layer in shape.layers:
         if layer.heads % size:
             return f"the model has {layer.heads} query heads"
@@ -140,10 +142,11 @@ def why_not(shape: Shape, size: int, *, whole_experts: bool = False) -> str | No
     return None
 
 
-def legal_sizes(shape: Shape, *, whole_experts: bool = False) -> list[int]:
+def legal_sizes(shape: Shape, workers: int = 0, *, whole_experts: bool = False) -> list[int]:
+    """Among how many workers each layer may be divided. `workers`: a number that the sizes divide; 0: any."""
     most = min((layer.heads for layer in shape.layers), default=1)
     sizes = legal_expert_sizes(shape) if whole_experts and expert_counts(shape) else range(1, most + 1)
-    return [size for size in sizes if why_not(shape, size, whole_experts=whole_experts) is None]
+    return [size for size in sizes if workers % size == 0 and why_not(shape, size, whole_experts=whole_experts) is None]
 
 
 def require_legal(shape: Shape, size: int, key: str, *, whole_experts: bool = False) -> None:
@@ -161,8 +164,10 @@ def why_not_experts(shape: Shape, size: int) -> str | None:
     return next((f"the model has {count} experts in a layer" for count in counts if count % size), None)
 
 
-def legal_expert_sizes(shape: Shape) -> list[int]:
-    return [size for size in range(1, min(expert_counts(shape), default=1) + 1) if why_not_experts(shape, size) is None]
+def legal_expert_sizes(shape: Shape, workers: int = 0) -> list[int]:
+    """Among how many workers experts may be divided. `workers`: a number that the sizes divide; 0: any."""
+    most = min(expert_counts(shape), default=1)
+    return [size for size in range(1, most + 1) if workers % size == 0 and why_not_experts(shape, size) is None]
 
 
 def require_legal_experts(shape: Shape, size: int, key: str) -> None:
@@ -188,3 +193,20 @@ def whole_experts_in_rollouts(given: int | Literal["auto"], rollout: int, tensor
     if given != "auto":
         return given > 1
     return experts > 1 if rollout == tensor else why_not_experts(shape, rollout) is None
+
+
+def legal_sequence_sizes(shape: Shape, workers: int, parts: int = 1) -> list[int]:
+    """How many of the `workers` that have the same part of a model may share a micro-batch's tokens. `parts`: among how many each layer is
+    divided."""
+    return sequence_sizes(((layer.heads // parts, max(1, layer.key_heads // parts)) for layer in shape.layers), workers)
+
+
+def sequence_sizes(heads: Iterable[tuple[int, int]], workers: int) -> list[int]:
+    """How many workers may share the tokens of a micro-batch (parallel/sequence.py). Of each layer, given by its heads and key heads, each
+    needs as many heads as the others, and key heads of its own or one that others have too.
+
+    Example: layers of 12 heads and 2 key heads, 8 workers -> [1, 2, 4]
+    """
+    shapes = set(heads)
+    dividing = [size for size in range(1, workers + 1) if workers % size == 0]
+    return [size for size in dividing if all(own % size == 0 and 0 in (keys % size, size % keys) for own, keys in shapes)]

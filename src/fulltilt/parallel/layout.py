@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ALIGN = 64  # numbers: alignment of parameters, 256 bytes of float32
@@ -66,6 +66,15 @@ class Sharding:
     def parameters(self) -> bool:
         """Whether parameters are shared out, and not only the states of the optimizer."""
         return self.shard != "optimizer"
+
+    def among(self, workers: int, experts: int) -> Sharding:
+        """The same for a role whose parts other numbers of workers have. One worker shares with nobody, and fewer than a group has are one
+        group."""
+        if workers == 1:
+            return Sharding(experts=experts)
+        divides = self.shard == "hybrid" and workers > self.group and workers % self.group == 0
+        shard: Shard = "full" if self.shard == "hybrid" and not divides else self.shard
+        return replace(self, shard=shard, workers=workers, group=self.group if divides else workers, experts=experts)
 
 
 UNSHARDED = Sharding()
@@ -137,17 +146,6 @@ class RowLayout:
         """The range of a parameter's numbers that belongs to a worker; it may be empty."""
         width, count = self.width(name), math.prod(self.shapes[name])
         return slice(min(count, rank * width), min(count, (rank + 1) * width))
-
-
-def sequence_sizes(heads: Iterable[tuple[int, int]], workers: int) -> list[int]:
-    """How many workers may share the tokens of a micro-batch (parallel/sequence.py). Of each layer, given by its heads and key heads, each
-    needs as many heads as the others, and key heads of its own or one that others have too.
-
-    Example: layers of 12 heads and 2 key heads, 8 workers -> [1, 2, 4]
-    """
-    shapes = set(heads)
-    dividing = [size for size in range(1, workers + 1) if workers % size == 0]
-    return [size for size in dividing if all(own % size == 0 and 0 in (keys % size, size % keys) for own, keys in shapes)]
 
 
 def places(counts: Iterable[tuple[str, int, bool]], workers: int) -> Layout:

@@ -7,6 +7,7 @@ the same order, with tensors of the same size.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,12 @@ class Ranks:
     def of_run(self) -> int:
         """The number of all workers of the run."""
         return self.before + self.size + self.after
+
+    @property
+    def within(self) -> int:
+        """A number that the size of groups of neighbours must divide so that the members of each are on one machine."""
+        one_machine = self.before // self.beside == (self.before + self.size - 1) // self.beside
+        return self.size if one_machine else math.gcd(self.size, self.beside, self.before)
 
     @property
     def alone(self) -> bool:

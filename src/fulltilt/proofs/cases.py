@@ -161,6 +161,10 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
         own: Settings = {"cluster.workers": 2, f"{role}.dynamic_batch": False, f"{role}.micro_batch": 1}
         learner = role if role in LEARNERS else "actor"
         yield ProofCase(f"{role}.sequence_parallel", learner, measure.largest_pass(role), 1, 2, own)
+        phase = "update-critic" if role == "critic" else "update-actor"
+        yield ProofCase(f"{role}.tensor_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2})
+        path = {f"{role}.path": setup.model_of_experts if role == "ref" else setup.scalar_model_of_experts}
+        yield ProofCase(f"{role}.expert_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2, **path})
     yield ProofCase("train.tensor_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, two)
     experts: Settings = {**two, "model.path": setup.model_of_experts}
     yield ProofCase("train.expert_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, experts)

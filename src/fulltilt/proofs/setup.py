@@ -70,7 +70,7 @@ def shape(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> Q
 def with_experts(dense: Qwen2Config) -> Qwen3MoeConfig:
     """A model of the same size, with four experts in each layer."""
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-    more = ("bos_token_id", "pad_token_id", "tie_word_embeddings", "eos_token_id", "initializer_range")
+    more = ("bos_token_id", "pad_token_id", "tie_word_embeddings", "eos_token_id", "initializer_range", "num_labels")
     return Qwen3MoeConfig(
         **{name: getattr(dense, name) for name in (*same, *more)}, head_dim=dense.hidden_size // dense.num_attention_heads, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=dense.intermediate_size // 2, decoder_sparse_step=1,
@@ -91,7 +91,7 @@ class ProofSetup:
         self.prompt, self.response = LENGTHS[device.type]
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
-        self.model_of_experts = str(folder / "experts")
+        self.model_of_experts, self.scalar_model_of_experts = str(folder / "experts"), str(folder / "scalar-experts")
         self.pool = Pool()
         self._cluster = contextlib.ExitStack()
         self._address: str | None = None  # where the cluster answers, once it is there
@@ -126,8 +126,9 @@ class ProofSetup:
         for path in {self.large_model, self.large_scalar_model} & {value for _, value in settings if isinstance(value, str)}:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
-        if self.model_of_experts in dict(settings).values() and not Path(self.model_of_experts).exists():
-            make_model(with_experts(self.shape), Path(self.model_of_experts))
+        for path in {self.model_of_experts, self.scalar_model_of_experts} & {value for _, value in settings if isinstance(value, str)}:
+            if not Path(path).exists():
+                make_model(with_experts(self.shape), Path(path), scalar=path == self.scalar_model_of_experts)
         given = {**self._base(kind), "run.dir": tempfile.mkdtemp(dir=self.folder), **dict(settings)}
         if given.get("cluster.address") == TWO_NODES:
             given["cluster.address"] = self._two_nodes()

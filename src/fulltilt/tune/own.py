@@ -6,13 +6,26 @@ fits. Guaranteed: no weights, no data, no GPU; `auto` is decided by plan.py, as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.layout import Sharding
-from fulltilt.plan import Facts, Plan, RoleFacts, choose_sharding, longest_response, make_plan, releases_memory, uses_graphs
+from fulltilt.plan import (
+    Division,
+    Facts,
+    Plan,
+    RoleFacts,
+    choose_division,
+    choose_sharding,
+    divided,
+    longest_response,
+    make_plan,
+    releases_memory,
+    uses_graphs,
+)
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model
 from fulltilt.shape import Recompute, Shape
@@ -39,14 +52,14 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
     prompt = config.data.max_prompt_tokens or 1024
     lengths = Lengths(prompt, longest, min(PROMPT_TOKENS, prompt / 2), min(longest, longest / 4 if response is None else response))
     reference = bool(algorithm.kl_coef or algorithm.reward_kl_coef) and not shares_model(config)
-    sharding, made, refused = planned(config, shape, cluster, reference, prompt)
+    way, sharding, made, refused = planned(config, shape, cluster, reference, prompt)
     layout = TrainLayout(
-        tensor=config.train.tensor_parallel,
+        tensor=way.tensor,
         sequence=made.roles["actor"].sequence_parallel if made else 1,
-        expert=config.train.expert_parallel,
+        expert=way.experts,
         shard=sharding.group if sharding.parameters else 1,
     )
-    own = made.roles["actor"] if made else None
+    own, copies = made.roles["actor"] if made else None, sharding.parameters or way.rollout != way.tensor
     budgets = made.budgets if made else None
     mini = max(1, algorithm.prompts_per_step // (algorithm.minibatches_per_step or 1))
     run = RunDescription(
@@ -56,12 +69,12 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         backend="fsdp" if sharding.parameters else "megatron",
         layout=layout,
         engine=EngineDescription(
-            tensor=rollout_parts(config),
-            memory_share=engine_share(shape, cluster, made, config, sharding.parameters),
+            tensor=way.rollout,
+            memory_share=engine_share(shape, cluster, made, config, way.rollout, copies),
             graphs=uses_graphs(config, "cuda"),
             max_seqs=budgets.max_seqs if budgets else 1024,
             sleeps=releases_memory(config),
-            own_copy=sharding.parameters,
+            own_copy=copies,
         ),
         batch=BatchDescription(
             algorithm.prompts_per_step, algorithm.samples_per_prompt, mini,
@@ -80,44 +93,37 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         system=FULLTILT,
         name="the run",
     )  # fmt: skip
-    knobs = knobs_of(made, sharding, layout) if made else {}
+    knobs = knobs_of(made, sharding, way) if made else {}
     reasons = (*(made.words if made else ()), *([f"train.shard: {sharding.shard}, because {sharding.why}"] if sharding.why else []))
     return OwnPlan(run, knobs, reasons, refused)
 
 
-def planned(config: Config, shape: Shape, cluster: Cluster, reference: bool, prompt: int) -> tuple[Sharding, Plan | None, str]:
+def planned(config: Config, shape: Shape, cluster: Cluster, reference: bool, prompt: int) -> tuple[Division, Sharding, Plan | None, str]:
     """What plan.py decides; or why it finds that nothing fits."""
-    parts = config.train.tensor_parallel
-    workers = max(1, cluster.gpus // parts)
-    roles = {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True).part(parts)}
+    roles = {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True)}
     if reference:
-        roles["ref"] = RoleFacts.of_shape(shape, config, "cuda", learns=False, role="ref").part(parts)
-    memory = cluster.gpu.memory
-    facts = Facts(
-        "cuda", memory, HOST_SHARE * memory, roles, prompt, 1, sharding=Sharding(workers=workers), parts=parts, rollout_parts=parts
-    )
-    sharding = choose_sharding(config, facts, max(1, min(cluster.per_machine, cluster.gpus) // parts))
+        roles["ref"] = RoleFacts.of_shape(shape, config, "cuda", learns=False, role="ref")
+    memory, beside = cluster.gpu.memory, max(1, min(cluster.per_machine, cluster.gpus))
+    whole = Facts("cuda", memory, HOST_SHARE * memory, roles, prompt, 1, sharding=Sharding(workers=cluster.gpus))
+    way = choose_division(config, whole, within=math.gcd(beside, cluster.gpus), beside=beside)
+    facts = replace(divided(config, whole, way), division=way.words)
+    sharding = choose_sharding(config, facts, max(1, beside // way.tensor))
     try:
-        return sharding, make_plan(config, Facts(**{**vars(facts), "sharding": sharding})), ""
+        return way, sharding, make_plan(config, replace(facts, sharding=sharding)), ""
     except UserError as error:
-        return sharding, None, str(error)
+        return way, sharding, None, str(error)
 
 
-def rollout_parts(config: Config) -> int:
-    """GPUs that share a model in rollouts."""
-    given = config.rollout.tensor_parallel
-    return config.train.tensor_parallel if given == "auto" else given
-
-
-def engine_share(shape: Shape, cluster: Cluster, made: Plan | None, config: Config, copies: bool) -> float:
-    """The share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters where it has one."""
-    parts = rollout_parts(config)
+def engine_share(shape: Shape, cluster: Cluster, made: Plan | None, config: Config, parts: int, copies: bool) -> float:
+    """The share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters where it has one. `parts`: GPUs
+    that share a model in rollouts."""
     cache = made.budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(BF16) if made else 0
     copy = BF16 * parameters(shape).total if copies else 0
     return min(1.0, ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory)
 
 
-def knobs_of(made: Plan, sharding: Sharding, layout: TrainLayout) -> dict[str, Any]:
-    found: dict[str, Any] = {"train.shard": sharding.shard, "train.tensor_parallel": layout.tensor, "train.expert_parallel": layout.expert}
+def knobs_of(made: Plan, sharding: Sharding, way: Division) -> dict[str, Any]:
+    sizes = {"train.tensor_parallel": way.tensor, "train.expert_parallel": way.experts, "rollout.tensor_parallel": way.rollout}
+    found: dict[str, Any] = {"train.shard": sharding.shard, **sizes}
     found |= {f"budgets.{name}": value for name, value in vars(made.budgets).items()}
     return found | {f"{role}.{name}": value for role, own in made.roles.items() for name, value in vars(own).items()}
