@@ -19,12 +19,12 @@ from fulltilt.cli import app
 from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
-from fulltilt.tune import constants, tables
+from fulltilt.tune import command, constants, tables
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
-from fulltilt.tune.report import report_of
+from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, named_shape
 from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
 from fulltilt.tune.time_model import pass_seconds, seconds_of, update_passes, update_seconds
@@ -217,6 +217,43 @@ def test_the_command_predicts_a_description(tmp_path: Path) -> None:
     assert plan("--describe", path)[0] == 0 and plan("--describe", path, "--hardware", "8xH100-20GB")[0] == 3
     told = json.loads(plan("--describe", path, "--shape", "Qwen2.5-72B", "--response-tokens", 500, "--json")[1])
     assert not told["fits"] and told["remedies"] and told["memory"]["update"]["total"] > told["memory"]["update"]["limit"]
+
+
+RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
+
+
+def planned(folder: Path, *overrides: str, hardware: str | None = "8xH100", response: float | None = None) -> PlanReport:
+    (folder / "run.toml").write_text(RUN)
+    return command.planned(folder / "run.toml", overrides, hardware, None, response)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.name=ppo", "a critic .* is not planned yet"),
+        ("algorithm.advantage=gae", "a critic .* is not planned yet"),
+        ("reward.function=reward_model", "a reward model .* is not planned yet"),
+        ("algorithm.name=sft", "supervised fine-tuning is not planned yet"),
+    ],
+)
+def test_what_the_models_leave_out_is_refused(override: str, words: str, tmp_path: Path) -> None:
+    more = ["reward_model.path=a/model"] if "reward_model" in override else []
+    (tmp_path / "run.toml").write_text(RUN if "sft" not in override else RUN.replace('[reward]\nfunction = "math"\n', ""))
+    with pytest.raises(UserError, match=words):
+        command.planned(tmp_path / "run.toml", [override, *more], "8xH100", None, None)
+
+
+def test_adapters_take_the_memory_of_what_they_train(tmp_path: Path) -> None:
+    adapted = planned(tmp_path, "lora.rank=16", "algorithm.kl_coef=0.01", hardware="1xA100-40GB")
+    assert adapted.fits and not planned(tmp_path, hardware="1xA100-40GB").fits
+    count = Shape.named("7B").lora_parameters(16, "all-linear")
+    update = adapted.memory.phases["update"].kinds
+    assert update["gradients"] == 4 * count and update["optimizer"] == 12 * count and update["reference"] == 0
+    products = [update_seconds(run_of(trained=own)).causes["products"] for own in (count, None)]
+    assert products[0] / products[1] == pytest.approx(2 / 3)  # no gradients of frozen weights
+    assert adapted.seconds.ref_logprob.total > 0  # by the same model, without them
+    shards = held_bytes(run_of(backend="fsdp", layout=TrainLayout(shard=8), trained=count))
+    assert shards["gradients"] == 4 * count // 8 and shards["optimizer"] == 12 * count // 8
 
 
 def test_nothing_needs_torch() -> None:

@@ -124,7 +124,9 @@ class RunDescription:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
+    trained: int | None = None  # numbers that learn, beside a model that is frozen (LoRA); None: all of the model's
     reference: bool = False  # a frozen model of the same size gives log-probs too
+    shared_reference: bool = False  # the actor without its adapters gives them: no second model is held
     offload_reference: bool = False
     fused_head: bool = False  # logits are never whole
     fused_rope: bool = False

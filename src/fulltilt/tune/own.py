@@ -28,6 +28,7 @@ from fulltilt.plan import (
 )
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model
+from fulltilt.settings import algorithm_settings
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import ENGINE_WORKSPACE, FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout
@@ -48,10 +49,11 @@ class OwnPlan:
 
 def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> OwnPlan:
     """`response`: mean tokens; None: a quarter of the longest."""
-    algorithm, longest = config.algorithm, longest_response(config)
+    algorithm, longest, settings = config.algorithm, longest_response(config), algorithm_settings(config)
     prompt = config.data.max_prompt_tokens or 1024
     lengths = Lengths(prompt, longest, min(PROMPT_TOKENS, prompt / 2), min(longest, longest / 4 if response is None else response))
-    reference = bool(algorithm.kl_coef or algorithm.reward_kl_coef) and not shares_model(config)
+    compared = bool(settings.get("kl_coef") or settings.get("reward_kl_coef"))  # with the reference role
+    reference = compared and not shares_model(config)
     way, sharding, made, refused = planned(config, shape, cluster, reference, prompt)
     layout = TrainLayout(
         tensor=way.tensor,
@@ -85,11 +87,13 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         offload_params=bool(own and own.offload_params),
         offload_grads=bool(own and own.offload_grads),
         offload_optimizer=bool(own and own.offload_optimizer),
+        trained=RoleFacts.of_shape(shape, config, "cuda", learns=True).trained if config.lora.rank else None,
         reference=reference,
+        shared_reference=compared and not reference,
         offload_reference=bool(made and "ref" in made.roles and made.roles["ref"].offload_params),
         fused_head=own.fused_head if own else True,
         fused_rope=True,
-        entropy=bool(algorithm.entropy_coef),
+        entropy=bool(settings.get("entropy_coef")),
         system=FULLTILT,
         name="the run",
     )  # fmt: skip

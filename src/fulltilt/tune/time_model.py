@@ -21,7 +21,7 @@ from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_p
 from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import RunDescription
-from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, memory_of, own_parameters, parameters
+from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, learned_parameters, memory_of, parameters
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
 SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
@@ -73,7 +73,7 @@ def seconds_of(run: RunDescription) -> StepSeconds:
         generation=generation_seconds(run),
         sync=sync_seconds(run),
         old_logprob=logprob,
-        ref_logprob=logprob if run.reference else PhaseSeconds(),
+        ref_logprob=logprob if run.reference or run.shared_reference else PhaseSeconds(),
         update=update_seconds(run),
         other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rows}),
     )
@@ -166,7 +166,8 @@ def product_seconds(run: RunDescription, passes: Passes) -> float:
         count * layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer, count in Counter(run.shape.layers).items()
     )
     group = run.layout.model_parallel
-    return passes.tokens * each * times_forward(run, passes) / group / rate
+    frozen = 1 if passes.learns and run.trained is not None else 0  # weights that do not learn have no gradient: half of a backward pass
+    return passes.tokens * each * (times_forward(run, passes) - frozen) / group / rate
 
 
 def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float) -> float:
@@ -206,7 +207,8 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
     stage does it while the others wait, unless it has fewer layers."""
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
     numbers = passes.tokens * shape.vocabulary / group
-    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD + run.fused_head if passes.learns else 0))
+    frozen = 0 if run.trained is None else 1
+    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + run.fused_head if passes.learns else 0))
     moved = 0.0
     if not run.fused_head:
         entropy = run.entropy or not passes.learns
@@ -268,7 +270,8 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
     """FSDP: parameters are gathered for each pass, and gradients summed after each."""
     if run.backend != "fsdp" or run.shard == 1:
         return 0.0
-    each = parameters(run.shape).total * (BF16 * 2 + FP32 if passes.learns else BF16)
+    summed = FP32 * (parameters(run.shape).total if run.trained is None else run.trained) if passes.learns else 0
+    each = parameters(run.shape).total * BF16 * (2 if passes.learns else 1) + summed
     moved = passes.batches * each * (run.shard - 1) / run.shard
     return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
 
@@ -292,12 +295,12 @@ def logprob_seconds(run: RunDescription) -> PhaseSeconds:
 
 def optimizer_seconds(run: RunDescription) -> float:
     """Gradients summed and parameters gathered among data-parallel GPUs, and the step itself, for each mini-batch."""
-    own = own_parameters(run)
-    stepped = c.STATE_TRAFFIC * own.total / run.shard / (run.gpu.hbm * c.HBM_SHARE)
+    learned = learned_parameters(run)
+    stepped = c.STATE_TRAFFIC * learned / run.shard / (run.gpu.hbm * c.HBM_SHARE)
     moved = 0.0
     if run.backend == "megatron" and run.shard > 1:
         speed = run.cluster.ring(run.shard, apart=run.layout.tensor) * c.LINK_SHARE
-        moved = (FP32 + BF16) * own.total * (run.shard - 1) / run.shard / speed
+        moved = (FP32 + BF16) * learned * (run.shard - 1) / run.shard / speed
     return run.batch.updates * (stepped + moved)
 
 
