@@ -15,15 +15,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fulltilt.algo.build import build
 from fulltilt.cli import app
+from fulltilt.config import parse
 from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
+from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
+from fulltilt.settings import algorithm_settings
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune import command, constants, tables
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
+from fulltilt.tune.own import reads_old
 from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, named_shape
 from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
@@ -254,6 +259,38 @@ def test_adapters_take_the_memory_of_what_they_train(tmp_path: Path) -> None:
     assert adapted.seconds.ref_logprob.total > 0  # by the same model, without them
     shards = held_bytes(run_of(backend="fsdp", layout=TrainLayout(shard=8), trained=count))
     assert shards["gradients"] == 4 * count // 8 and shards["optimizer"] == 12 * count // 8
+
+
+def test_micro_batches_by_samples_and_activations_on_the_host_are_planned(tmp_path: Path) -> None:
+    by_samples = planned(tmp_path, "actor.dynamic_batch=false", "actor.micro_batch=3").run.batch
+    assert (by_samples.token_budget, by_samples.micro_batch) == (None, 3)
+    assert (by_samples.forward_token_budget, by_samples.forward_micro_batch) == (None, 3)
+    assert planned(tmp_path, "train.offload_activations=true").run.offload_activations
+    base, away = run_of(system=FULLTILT), run_of(system=FULLTILT, offload_activations=True)
+    assert memory_of(away).phases["update"].total < memory_of(base).phases["update"].total
+    slow = replace(away, cluster=replace(away.cluster, gpu=replace(away.gpu, host_link=1e9)))
+    assert update_seconds(slow).causes["offload"] > 0 == update_seconds(base).causes.get("offload", 0)
+
+
+def test_epochs_rounds_and_old_logprobs_are_counted_as_the_algorithm_has_them(tmp_path: Path) -> None:
+    once, twice = planned(tmp_path), planned(tmp_path, "algorithm.epochs=2")
+    assert twice.seconds.update.total == pytest.approx(2 * once.seconds.update.total)
+    assert not once.seconds.old_logprob.causes and "logprob" not in once.memory.phases  # one optimizer step: nothing has moved
+    assert twice.seconds.old_logprob.total > 0 and "logprob" in twice.memory.phases
+    for override in ("algorithm.reward_kl_coef=0.1", "algorithm.minibatches_per_step=2", "algorithm.advantage=optimal_token_baseline"):
+        assert planned(tmp_path, override).seconds.old_logprob.total > 0, override
+    assert not planned(tmp_path, "algorithm.minibatches_per_step=2", "algorithm.importance_level=bypass").run.old_logprobs
+    rounds = planned(tmp_path, "algorithm.name=dapo", "algorithm.prompts_per_round=192")
+    assert rounds.run.batch.sampled == 192 and rounds.seconds.generation.total > once.seconds.generation.total
+    assert any("one round of 192 prompts is counted" in reason for reason in rounds.reasons)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"sft"}))
+def test_old_logprobs_are_planned_where_the_algorithm_needs_them(name: str) -> None:
+    for more in ({}, {"epochs": 2}, {"reward_kl_coef": 0.1}, {"importance_level": "bypass"}, {"importance_level": "token-normalized"}):
+        tables = {"model": {"path": "Qwen/Qwen2.5-7B"}, "data": {"train": "a.jsonl"}, "run": {"steps": 1}}
+        config = parse({**tables, "algorithm": {"name": name, **more}}, here=False)
+        assert reads_old(config, algorithm_settings(config)) == ("old_logprobs" in build(config).needs), more
 
 
 def test_nothing_needs_torch() -> None:

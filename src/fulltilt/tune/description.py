@@ -101,13 +101,25 @@ class BatchDescription:
     micro_batch: int = 2  # samples in a micro-batch of the update
     forward_token_budget: int | None = None
     forward_micro_batch: int = 4
+    epochs: int = 1  # passes of the update over a step's samples
+    sampled: int | None = None  # prompts of a round of dynamic sampling; None: those of the step
 
     @property
     def rows(self) -> int:
         return self.prompts * self.samples
 
     @property
+    def rollout_prompts(self) -> int:
+        """Prompts that are sampled at once, of which dynamic sampling keeps those that teach something."""
+        return self.prompts if self.sampled is None else self.sampled
+
+    @property
+    def rollout_rows(self) -> int:
+        return self.rollout_prompts * self.samples
+
+    @property
     def updates(self) -> int:
+        """Mini-batches of an epoch."""
         return max(1, -(-self.prompts // self.minibatch_prompts))
 
 
@@ -124,7 +136,9 @@ class RunDescription:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
+    offload_activations: bool = False  # they are on the host until the backward pass
     trained: int | None = None  # numbers that learn, beside a model that is frozen (LoRA); None: all of the model's
+    old_logprobs: bool = True  # the trainer computes those of the policy before the step's first update
     reference: bool = False  # a frozen model of the same size gives log-probs too
     shared_reference: bool = False  # the actor without its adapters gives them: no second model is held
     offload_reference: bool = False

@@ -104,6 +104,8 @@ def memory_of(run: RunDescription) -> MemoryModel:
         "logprob": base | stays | asleep | {"parameters": held["parameters"], "reference": ref} | forward_bytes(run),
         "update": base | held | asleep | {"reference": resident_ref} | update_bytes(run),
     }
+    if not (run.old_logprobs or run.reference or run.shared_reference):
+        del found["logprob"]
     trainer = ("parameters", "gradients", "optimizer", "activations", "head", "reference")
     for kinds in found.values():
         kinds["workspace"] = c.WORKSPACE
@@ -239,6 +241,8 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
     is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
     kept = ACTIVATION_MARGIN * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
+    if run.offload_activations:  # but for what is on its way there, about a layer
+        kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
     working = ACTIVATION_MARGIN * tokens * largest_layer(run) * (1 + again)
     head = head_of(run, tokens, learns=True)
