@@ -293,6 +293,39 @@ def test_old_logprobs_are_planned_where_the_algorithm_needs_them(name: str) -> N
         assert reads_old(config, algorithm_settings(config)) == ("old_logprobs" in build(config).needs), more
 
 
+def test_a_run_is_planned_for_as_many_gpus_as_it_asks_for(tmp_path: Path) -> None:
+    assert planned(tmp_path, "cluster.workers=8", hardware=None).run.cluster.gpus == 8
+    several = ("cluster.workers=4", "cluster.nodes=2", "cluster.address=a:6379")
+    found = planned(tmp_path, *several, hardware="H200").run.cluster
+    assert (found.gpus, found.per_machine, found.gpu.name) == (8, 4, "H200")
+    assert planned(tmp_path, *several[1:], hardware="4xH200").run.cluster.per_machine == 2
+    for overrides, words in ((several[:1], "the run has 4 GPUs, for which"), (several[1:], "9 GPUs cannot be shared out evenly")):
+        with pytest.raises(UserError, match=words):
+            planned(tmp_path, *overrides, hardware="9xH200")
+
+
+def test_the_plan_does_not_speak_of_data_that_was_not_read(tmp_path: Path) -> None:
+    assert "15 steps, each of 64 prompts" in " ".join(planned(tmp_path).reasons)
+    (tmp_path / "run.toml").write_text(RUN.replace("steps = 15", "epochs = 2"))
+    by_epochs = command.planned(tmp_path / "run.toml", (), "8xH100", None, None)
+    assert "2 epochs, each step of 64 prompts" in " ".join(by_epochs.reasons) and " an epoch" not in " ".join(by_epochs.reasons)
+
+
+def test_mistakes_of_the_command_line_are_told_once_and_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--response-tokens 5000: responses end at \d+ tokens \(rollout.max_new_tokens\)"):
+        planned(tmp_path, response=5000)
+    other = tmp_path / "other.toml"
+    other.write_text('[model]\nshape = "Qwen2.5-7B"\n[train]\nlayuot = "tp4"\n')
+    with pytest.raises(UserError, match=r"train: unknown key layuot. Known are backend, .*layout") as told:
+        command.described(other, None, None, None)
+    assert "not a possible value" not in str(told.value) and "cluster" not in str(told.value)
+    other.write_text('[model]\nshape = "Qwen2.5-7B"\n')
+    with pytest.raises(UserError, match=r"lengths.most_response"):
+        command.described(other, None, None, 9000)
+    with pytest.raises(UserError, match=r"missing.csv: cannot be read: No such file or directory. Give"):
+        command.tables([tmp_path / "missing.csv"], None, None)
+
+
 def test_nothing_needs_torch() -> None:
     """In a process that cannot import it."""
     block = "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"

@@ -102,8 +102,20 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         name="the run",
     )  # fmt: skip
     knobs = knobs_of(made, sharding, way) if made else {}
-    reasons = (*(made.words if made else ()), *([f"train.shard: {sharding.shard}, because {sharding.why}"] if sharding.why else []))
+    reasons = (
+        *((steps_in_words(config), *made.words[1:]) if made else ()),
+        *([f"train.shard: {sharding.shard}, because {sharding.why}"] if sharding.why else []),
+    )
     return OwnPlan(run, knobs, (*reasons, *notes(config, settings)), refused)
+
+
+def steps_in_words(config: Config) -> str:
+    """The first words of plan.py, which speak of the steps of an epoch too: here the data was not read."""
+    algorithm, run = config.algorithm, config.run
+    each = f"{many(run.steps, 'step')}, each of" if run.steps else f"{many(run.epochs or 1, 'epoch')}, each step of"
+    prompts, samples = many(algorithm.prompts_per_step, "prompt"), many(algorithm.samples_per_prompt, "sample")
+    count, updates = algorithm.prompts_per_step * algorithm.samples_per_prompt, many(updates_per_step(config), "optimizer step")
+    return f"{each} {prompts} x {samples} = {many(count, 'sample')}, {updates}"
 
 
 def micro_batches(config: Config, made: Plan | None) -> dict[str, int | None]:
@@ -144,7 +156,7 @@ def planned(config: Config, shape: Shape, cluster: Cluster, reference: bool, pro
     if reference:
         roles["ref"] = RoleFacts.of_shape(shape, config, "cuda", learns=False, role="ref")
     memory, beside = cluster.gpu.memory, max(1, min(cluster.per_machine, cluster.gpus))
-    whole = Facts("cuda", memory, HOST_SHARE * memory, roles, prompt, 1, sharding=Sharding(workers=cluster.gpus))
+    whole = Facts("cuda", memory, HOST_SHARE * memory, roles, prompt, steps_per_epoch=1, sharding=Sharding(workers=cluster.gpus))
     way = choose_division(config, whole, within=math.gcd(beside, cluster.gpus), beside=beside)
     facts = replace(divided(config, whole, way), division=way.words)
     sharding = choose_sharding(config, facts, max(1, beside // way.tensor))
