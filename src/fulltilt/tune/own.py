@@ -118,7 +118,7 @@ def steps_in_words(config: Config) -> str:
     return f"{each} {prompts} x {samples} = {many(count, 'sample')}, {updates}"
 
 
-def micro_batches(config: Config, made: Plan | None) -> dict[str, int | None]:
+def micro_batches(config: Config, made: Plan | None) -> dict[str, int]:
     """How micro-batches are filled: up to a number of tokens, or of samples."""
     if not config.actor.dynamic_batch and config.actor.micro_batch:
         return {"micro_batch": config.actor.micro_batch, "forward_micro_batch": config.actor.micro_batch}
