@@ -1122,7 +1122,7 @@ def test_a_run_logs_what_it_writes_also_when_it_is_resumed(folder: Path) -> None
     assert any(b"val/samples" in path.read_bytes() for path in shown)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_every_logger_gets_every_number_also_when_the_run_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, for some loggers take their settings once per process."""
     for key in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR", "WANDB_DIR"):
