@@ -263,6 +263,17 @@ def test_what_verl_does_with_a_misleading_key_is_told() -> None:
     assert "verl drops it under FSDP2" in answer(found, f"{ACTOR}.fsdp_config.forward_prefetch").why
 
 
+@pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean"])
+def test_losses_that_verl_aggregates_in_one_way_have_it(mode: str) -> None:
+    loss, given_mode = f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.loss_agg_mode=token-mean"
+    for more in ([], [given_mode]):
+        assert values(translated(*GRPO, loss, *more))["algorithm.aggregation"] == "seq-mean-token-mean"
+    told = answer(translated(*GRPO, loss, given_mode), f"{ACTOR}.loss_agg_mode")
+    assert told.kind == "means nothing" and "verl does not read it for this loss" in told.why
+    refused = answer(translated(*PPO_RUN, loss, "critic.loss_agg_mode=token-mean"), "critic.loss_agg_mode")
+    assert refused.kind == "refused" and "seq-mean-token-mean" in refused.why
+
+
 def test_retuning_leaves_performance_settings_to_auto() -> None:
     kept = [f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.clip_ratio_low=0.1"]
     dropped = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}.max_num_seqs=64", f"{ACTOR}.megatron.pipeline_model_parallel_size=4"]

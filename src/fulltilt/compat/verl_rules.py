@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fulltilt.compat.translate import Ask, Conversion, Outcome, WrongValue, a_number, sets, truth, whole, written
+from fulltilt.compat.translate import Ask, Conversion, Outcome, WrongValue, a_number, same_as, sets, to, truth, whole, written
 from fulltilt.presets import PRESETS, VERL_NAMES
 from fulltilt.words import in_bytes, listed, many
 
@@ -306,6 +306,8 @@ def chunked_entropy(ours: str, size: str) -> Conversion:
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 BOTH = ("gspo", "cispo")  # losses that are algorithms here, with GRPO's advantage
 LOSSES = ("gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", *BOTH)
+PER_SAMPLE = ("gspo", "sapo", "geo_mean")  # verl aggregates them in one way, whatever it is told
+MEAN_OF_MEANS = "seq-mean-token-mean"
 ADVANTAGES = ("grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
@@ -327,19 +329,47 @@ def estimator(ask: Ask) -> Outcome:
 def loss_mode(ask: Ask) -> Outcome:
     if ask.value in (None, "vanilla"):
         return Outcome("means nothing", "PPO's clipped surrogate, as here")
-    mode = str(ask.value).replace("-", "_")
+    mode = mode_of_loss(ask)
     if mode not in LOSSES:
         return Outcome("refused", f"verl's loss {written(ask.value)} is not built. Known are vanilla, {', '.join(LOSSES)}")
-    if mode in BOTH and ask.read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized"):
-        return sets({"algorithm.name": mode})
-    return sets({"algorithm.loss": mode})
+    named = mode in BOTH and ask.read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized")
+    values = {"algorithm.name" if named else "algorithm.loss": mode}
+    if mode in PER_SAMPLE:
+        return sets({**values, "algorithm.aggregation": MEAN_OF_MEANS}, "the aggregation that verl always has for it")
+    return sets(values)
+
+
+def mode_of_loss(ask: Ask) -> str:
+    return str(ask.read(LOSS_MODE) or "vanilla").replace("-", "_")
+
+
+def aggregation(values: Mapping[Any, str] | None = None) -> Conversion:
+    """How tokens' losses become one, where verl asks for it."""
+    usual = to("algorithm.aggregation", values=values)
+
+    def become(ask: Ask) -> Outcome:
+        if (mode := mode_of_loss(ask)) in PER_SAMPLE:
+            told = f"verl does not read it for this loss: {mode} always has {MEAN_OF_MEANS}; here KL and entropy terms have it too"
+            return Outcome("means nothing", told)
+        return usual(ask)
+
+    return become
+
+
+def critic_aggregation(ask: Ask) -> Outcome:
+    usual = same_as(f"{ACTOR}.loss_agg_mode", what="actor and critic have the same aggregation")
+    if (mode := mode_of_loss(ask)) not in PER_SAMPLE:
+        return usual(ask)
+    if ask.value in (None, MEAN_OF_MEANS) or ask.read("algorithm.adv_estimator") != "gae":
+        return Outcome("means nothing", f"actor and critic have the same aggregation, {MEAN_OF_MEANS} with the loss {mode}")
+    return Outcome("refused", f"actor and critic have the same aggregation, which is {MEAN_OF_MEANS} with the loss {mode}. Use that")
 
 
 def loss_setting(ours: str, *modes: str) -> Conversion:
     """A number that only some losses read."""
 
     def become(ask: Ask) -> Outcome:
-        mode = str(ask.read(LOSS_MODE) or "vanilla").replace("-", "_")
+        mode = mode_of_loss(ask)
         if mode not in modes:
             return Outcome("means nothing", f"only the loss {' or '.join(modes)} reads it, and {LOSS_MODE} is {mode}")
         return sets({ours: a_number(ask.value)})
