@@ -24,6 +24,7 @@ from fulltilt.compat.translate import KINDS, Table, Translation, translate
 from fulltilt.compat.verl import PPO
 from fulltilt.compat.verl_sft import SFT
 from fulltilt.config import RULES
+from fulltilt.knobs import LEDGER
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 
@@ -272,6 +273,54 @@ def test_losses_that_verl_aggregates_in_one_way_have_it(mode: str) -> None:
     assert told.kind == "means nothing" and "verl does not read it for this loss" in told.why
     refused = answer(translated(*PPO_RUN, loss, "critic.loss_agg_mode=token-mean"), "critic.loss_agg_mode")
     assert refused.kind == "refused" and "seq-mean-token-mean" in refused.why
+
+
+def test_under_bypass_nothing_of_importance_sampling_is_read() -> None:
+    above = "algorithm.rollout_correction"
+    bypass = [*GRPO, f"{above}.bypass_mode=True", f"{above}.rollout_is_threshold=5"]
+    found = translated(*bypass, f"{above}.rollout_is=sequence")
+    assert values(found)["algorithm.importance_level"] == "bypass" and "algorithm.importance_cap" not in found.values
+    assert answer(found, f"{above}.bypass_mode").kind == "honoured" and found.mistakes == ()
+    for key in ("rollout_is", "rollout_is_threshold"):
+        told = answer(found, f"{above}.{key}")
+        assert told.kind == "means nothing" and told.why.startswith("under bypass")
+    rejecting = translated(*bypass, f"{above}.rollout_rs=seq_max_k2")  # its bound is that of importance sampling, unless it has one
+    assert answer(rejecting, f"{above}.rollout_is_threshold").sets["algorithm.rejection_bounds"] == 5.0
+
+
+def test_roles_have_parallel_sizes_of_their_own_where_they_differ() -> None:
+    actor, ref, tensor, experts = f"{ACTOR}.megatron", f"{REF}.megatron", "tensor_model_parallel_size", "expert_model_parallel_size"
+    shared = [*GRPO, *KL, f"{actor}.{tensor}=2", f"{actor}.{experts}=2"]
+    same = translated(*shared, f"{ref}.{tensor}=2", f"{ref}.{experts}=2")
+    assert not [key for key in same.values if key.startswith("ref.")] and answer(same, f"{ref}.{tensor}").kind == "means nothing"
+    differing = values(translated(*shared, f"{ref}.{tensor}=2", f"{ref}.{experts}=1"))  # a role with one size of its own has 1 as the other
+    assert (differing["ref.tensor_parallel"], differing["ref.expert_parallel"]) == (2, 1)
+    others = [f"critic.megatron.{tensor}=4", f"reward_model.megatron.{experts}=8", *REWARDED, f"{ROLLOUT}.expert_parallel_size=2"]
+    got = values(translated(*PPO_RUN, *others, f"{ROLLOUT}.{tensor}=2"))
+    expected = {"critic.tensor_parallel": 4, "reward_model.expert_parallel": 8, "rollout.expert_parallel": 2}
+    assert {key: got.get(key) for key in expected} == expected
+
+
+def built_aliases(system: str) -> list[str]:
+    """The names that built knobs have in a system; in ChatLearn those that name the model, as its files do."""
+    names = {alias for knob in LEDGER if knob.built for alias in getattr(knob, system) if not alias.endswith(".*")}
+    return sorted(name for name in names if system == "verl" or name.startswith("models."))
+
+
+def missing(system: str, *tables: Table) -> list[str]:
+    """Names of built knobs that no table of a system knows, or that are said not to be built."""
+    found = []
+    for alias in built_aliases(system):
+        table = next((table for table in tables if table.find(alias)), tables[0])
+        for value in (2, True):
+            (told,) = translate(table, {alias: value}, "test", UNSEEN).answers
+            if told.kind == "refused" and ("not built" in told.why or "unknown key" in told.why):
+                found.append(f"{told.assignment}: {told.why}")
+    return found
+
+
+def test_every_knob_that_is_built_is_translated() -> None:
+    assert len(built_aliases("verl")) > 60 and missing("verl", PPO, SFT) == []
 
 
 def test_retuning_leaves_performance_settings_to_auto() -> None:

@@ -167,14 +167,18 @@ def token_budget(ours: str, dynamic: str) -> Conversion:
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "sglang_async": "SGLang", "trtllm": "TensorRT-LLM", "hf": "transformers", "tgi": "TGI"}
 
+WEIGHTS = (
+    "runs the trainer's own weights where rollout and training divide the model alike and parameters are not fully sharded, "
+    "and else a copy that is brought up to date after each update"
+)
+
 
 def engine(ask: Ask) -> Outcome:
     if ask.value in (None, "???"):
         return NULL
     if ask.value not in ENGINES:
         return Outcome("refused", f"no engine of verl's is called {written(ask.value)}. Known are {', '.join(ENGINES)}")
-    told = f"the native engine takes {ENGINES[ask.value]}'s place: it runs the trainer's own weights, so that none are copied"
-    return sets({"rollout.engine": "native"}, told)
+    return sets({"rollout.engine": "native"}, f"the native engine takes {ENGINES[ask.value]}'s place: it {WEIGHTS}")
 
 
 def kv_bytes(model: str, tensor_parallel: str, name: str) -> Conversion:
@@ -277,6 +281,24 @@ def one_size(ours: str | None, what: str, use: str) -> Conversion:
         if whole(ask.value) == 1:
             return Outcome("means nothing", f"1: no {what}, as here")
         return Outcome("refused", f"{what} is not built in this version. {use}", performance=True)
+
+    return become
+
+
+SIZES = {"tensor_model_parallel_size": "tensor_parallel", "expert_model_parallel_size": "expert_parallel"}
+
+
+def size_of_role(section: str, prefix: str, actor: str) -> Conversion:
+    """A role's size of tensor or expert parallelism. Left out it is the actor's, but 1 beside another size of the role's own."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        name = ask.key.removeprefix(f"{prefix}.")
+        own = [each for each in SIZES if ask.read(f"{prefix}.{each}") is not None]
+        if all(ask.read(f"{actor}.{each}") == ask.read(f"{prefix}.{each}") for each in own):
+            return Outcome("means nothing", f"as {actor}.{name}: the role is divided as the actor is")
+        return sets({f"{section}.{SIZES[name]}": ask.value})
 
     return become
 
@@ -448,11 +470,16 @@ REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_m
 WITHOUT = "verl drops surplus groups of dynamic sampling; here the next step trains on them, with an importance weight of at most 2"
 
 
+def bypassed(ask: Ask) -> bool:
+    return truth_or_false(ask.read(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout"))
+
+
 def importance(ask: Ask) -> Outcome:
     """Truncated importance sampling between trainer and engine."""
     level = ask.read(f"{CORRECTION}.rollout_is")
-    if truth_or_false(ask.read(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout")):
-        return sets({"algorithm.importance_level": "bypass"}, "the engine's log-probs take the place of the old ones")
+    if bypassed(ask):
+        told = "under bypass there is no importance weight: the ratio of the loss is the correction, and its clip the bound"
+        return Outcome("means nothing", told)
     older = ask.read(f"{ACTOR}.tis_imp_ratio_cap")
     if level is None and older is not None and a_number(older) > 0:
         return sets({"algorithm.importance_cap": a_number(older)})
@@ -469,6 +496,9 @@ def importance(ask: Ask) -> Outcome:
 
 def importance_part(ask: Ask) -> Outcome:
     """A setting of importance sampling, where there is any."""
+    if ask.key.endswith("threshold") and ask.read(f"{CORRECTION}.rollout_rs") is not None and bypassed(ask):
+        if ask.read(f"{CORRECTION}.rollout_rs_threshold") is None:
+            return rejection(ask)
     if ask.read(f"{CORRECTION}.rollout_is") is None:
         return Outcome("means nothing", f"{CORRECTION}.rollout_is is null: verl does not read it either")
     return importance(ask)
@@ -479,7 +509,9 @@ def truth_or_false(value: Any) -> bool:
 
 
 def bypass(ask: Ask) -> Outcome:
-    return importance(ask) if truth_or_false(ask.value) else Outcome("means nothing", "off, as here")
+    if not truth_or_false(ask.value):
+        return Outcome("means nothing", "off, as here")
+    return sets({"algorithm.importance_level": "bypass"}, "the engine's log-probs take the place of the old ones")
 
 
 def older_cap(ask: Ask) -> Outcome:
