@@ -326,7 +326,7 @@ def test_every_knob_that_is_built_is_translated() -> None:
 def test_retuning_leaves_performance_settings_to_auto() -> None:
     kept = [f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.clip_ratio_low=0.1"]
     dropped = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}.max_num_seqs=64", f"{ACTOR}.megatron.pipeline_model_parallel_size=4"]
-    found = translated(*GRPO, *kept, *dropped, retune=True)
+    found = translated(*GRPO, *kept, *dropped, "custom_reward_function.path=mine.py", retune=True)
     assert not found.problems
     assert {answer(found, each.partition("=")[0]).kind for each in dropped} == {"means nothing"}
     assert {answer(found, each.partition("=")[0]).kind for each in kept} == {"honoured"}
@@ -498,7 +498,9 @@ ray job submit --no-wait --runtime-env="env.yaml" -- \\
 def test_a_script_is_followed_to_its_command_and_never_executed(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT)
-    found = translated(str(path), *BASE[1:], "algorithm.adv_estimator=grpo", "trainer.total_epochs=1")
+    found = translated(
+        str(path), *BASE[1:], "algorithm.adv_estimator=grpo", "trainer.total_epochs=1", "custom_reward_function.path=mine.py"
+    )
     got = values(found)
     expected = {
         "data.train": ["/home/me/verl/a.parquet", "/home/me/verl/b.parquet"], "algorithm.prompts_per_step": 32, "algorithm.kl_coef": 0.001,
@@ -608,23 +610,33 @@ def test_a_dry_run_answers_every_key_of_a_megatron_command_and_needs_nothing(tmp
     found = json.loads(ended.out)
     given_keys = [word for word in MEGATRON if "=" in word and not word.startswith("--")]
     assert ended.code == 0 and len(found["keys"]) == len(given_keys) == sum(found["counts"].values())
-    assert found["counts"]["refused"] == 0 and found["mistakes"] == []
+    assert found["counts"]["refused"] == 0 and found["mistakes"] == [] and list(found["undecided"]) == ["reward.function"]
     assert found["run"]["train"]["recompute"] == "full" and found["run"]["train"]["recompute_method"] == "uniform"
     text = runs.command_here(tmp_path, "verl", *MEGATRON, "--dry-run")
-    assert "the native engine takes vLLM's place" in text.out and "[algorithm]" in text.out
+    assert (
+        "the native engine takes vLLM's place" in text.out
+        and "it depends on the data, which is not here" in text.out
+        and "[algorithm]" in text.out
+    )
 
 
 def test_a_run_file_is_written_and_refused_keys_stop_a_run(tmp_path: Path) -> None:
-    ended = runs.command_here(tmp_path, "verl", *GRPO, "--write", "run.toml", "--quiet")
+    undecided = runs.command_here(tmp_path, "verl", *GRPO, "--write", "undecided.toml", "--quiet")
+    assert undecided.code == 2 and "--set reward.function=gsm8k" in undecided.error
+    checked = runs.command_here(tmp_path, "train", "undecided.toml", "--check")
+    assert checked.code == 2 and "reward.function: an empty table is not a reward" in checked.error
+    scored = [*GRPO, "--set", "reward.function=math"]
+    ended = runs.command_here(tmp_path, "verl", *scored, "--write", "run.toml", "--quiet")
     tables = tomllib.loads((tmp_path / "run.toml").read_text())
     assert ended.code == 0 and tables["algorithm"]["samples_per_prompt"] == 4
+    assert tables["reward"]["function"] == "math" and tables["reward"]["sources"]["openai/gsm8k"] == "gsm8k"
     assert "# actor_rollout_ref.rollout.n" in (tmp_path / "run.toml").read_text()
     runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seed=9", "--write", "set.toml", "--quiet")
     assert tomllib.loads((tmp_path / "set.toml").read_text())["run"]["seed"] == 9
     assert "the nearest is run.seed" in runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seeds=9", "--dry-run").error
     again = runs.command_here(tmp_path, "verl", *GRPO, "--write", "run.toml")
     assert again.code == 2 and "exists already" in again.error
-    refused = runs.command_here(tmp_path, "verl", *GRPO, f"{ROLLOUT}.multi_turn.enable=True", "--quiet")
+    refused = runs.command_here(tmp_path, "verl", *scored, f"{ROLLOUT}.multi_turn.enable=True", "--quiet")
     assert refused.code == 2 and "1 key cannot be honoured" in refused.error and "multi-turn" in refused.error
 
 

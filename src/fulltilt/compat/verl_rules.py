@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fulltilt.compat.translate import Ask, Conversion, Outcome, WrongValue, a_number, same_as, sets, to, truth, whole, written
+from fulltilt.compat.translate import UNDECIDED, Ask, Conversion, Outcome, WrongValue, a_number, same_as, sets, to, truth, whole, written
 from fulltilt.presets import PRESETS, VERL_NAMES
 from fulltilt.words import in_bytes, listed, many
 
@@ -496,10 +496,11 @@ def importance(ask: Ask) -> Outcome:
 
 def importance_part(ask: Ask) -> Outcome:
     """A setting of importance sampling, where there is any."""
-    if ask.key.endswith("threshold") and ask.read(f"{CORRECTION}.rollout_rs") is not None and bypassed(ask):
-        if ask.read(f"{CORRECTION}.rollout_rs_threshold") is None:
-            return rejection(ask)
-    if ask.read(f"{CORRECTION}.rollout_is") is None:
+    rejects = ask.read(f"{CORRECTION}.rollout_rs") is not None and ask.read(f"{CORRECTION}.rollout_rs_threshold") is None
+    weighs = ask.read(f"{CORRECTION}.rollout_is") is not None
+    if ask.key.endswith("threshold") and rejects and (bypassed(ask) or not weighs):
+        return rejection(ask)
+    if not weighs and not bypassed(ask):
         return Outcome("means nothing", f"{CORRECTION}.rollout_is is null: verl does not read it either")
     return importance(ask)
 
@@ -579,8 +580,11 @@ def reward_function(ask: Ask) -> Outcome:
     data = [*files(ask.read("data.train_files")), *files(ask.read("data.val_files"))]
     sources = ask.theirs.seen.sources(data)
     if sources is None:
-        told = "verl chooses the reward by a row's data_source; the data is not here, so every rule that is built stands there"
-        return sets({"reward.function": "gsm8k", "reward.sources": dict(SOURCES)}, told)
+        told = (
+            "it depends on the data, which is not here: verl chooses the reward by a row's data_source, and reward.sources has every rule "
+        )
+        told += f"that is built. Name the reward of other sources: --set reward.function=gsm8k, or {CUSTOM[0]}.path=FILE.py"
+        return sets({"reward.function": UNDECIDED, "reward.sources": dict(SOURCES)}, told)
     rules = {source: "dapo" if source.startswith("aime") else SOURCES.get(source) for source in sources}
     if missing := [source for source, rule in rules.items() if rule is None]:
         told = f"no rule is built for the data source {listed(missing, 3)}. Give a function: {CUSTOM[0]}.path=FILE.py"
