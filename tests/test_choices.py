@@ -725,7 +725,7 @@ def test_a_choice_that_is_the_presets_own_changes_nothing() -> None:
         ({"advantage": "gdpo"}, ["algorithm.reward_parts: missing", 'advantage is "gdpo"']),
         ({"advantage": "gdpo", "reward_parts": {"a": 1.0}, "reward_kl_coef": 0.1}, ["reward_kl_coef = 0.1", "gdpo reads the parts"]),
         ({"advantage": "opo", "samples_per_prompt": 1}, ["a group of one has no baseline"]),
-        ({"loss": "clip_cov", "cov_low": 6.0}, ["cov_low = 6.0", "cov_high (5.0)"]),
+        ({"loss": "clip_cov", "cov_low": 6.0}, ["cov_low = 6.0", "cov_high = 5.0"]),
         ({"importance_cap": [2.0, 0.5]}, ["importance_cap = [2.0, 0.5]", "a lower and an upper bound"]),
         ({"importance_cap": 2.0, "importance_level": "bypass"}, ["importance_cap: 2.0 has no effect", 'importance_level is "bypass"']),
         ({"importance_cap": 0, "importance_level": "sequence"}, ['importance_level: "sequence" has no effect']),

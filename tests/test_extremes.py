@@ -52,6 +52,7 @@ IN_STEPS: dict[str, Any] = {
     **{f"{role}.dynamic_batch": False for role in ("actor", "ref")},
     **{f"{role}.micro_batch": 2 for role in ("actor", "ref")},
 }
+FEW: dict[str, Any] = {"algorithm.samples_per_prompt": 2, "algorithm.prompts_per_step": 2, "rollout.max_new_tokens": 4, "run.steps": 1}
 CRITIC: dict[str, Any] = {"algorithm.name": "ppo", "algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2, "run.steps": 2}
 
 
@@ -77,6 +78,11 @@ CONTEXTS: list[dict[str, Any]] = [
     },
     {"algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2, "rollout.max_new_tokens": 4, "run.epochs": 1},
     {**SAMPLED, "cluster.workers": 2, "train.shard": "hybrid"},
+    {**FEW, "algorithm.loss": "clip_cov"},
+    {**FEW, "algorithm.loss": "kl_cov"},
+    {**FEW, "algorithm.loss": "sapo"},
+    {**FEW, "algorithm.advantage": "gdpo"},
+    {**FEW, "algorithm.rejection": "token_k1"},
 ]
 
 
@@ -84,6 +90,8 @@ def as_value(key: str, number: Any) -> Any:
     """The number in the form that the key takes it."""
     if key == "train.betas":
         return [number, number]
+    if key == "algorithm.reward_parts":
+        return {"a": number}
     if key == "cluster.roles":
         return {"critic": number}
     return {"gsm8k": number} if key == "reward.function" else {"a": {"gsm8k": number}} if key == "reward.sources" else number

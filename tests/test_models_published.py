@@ -15,16 +15,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fulltilt.algo.build import build
 from fulltilt.cli import app
+from fulltilt.config import parse
 from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
+from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
+from fulltilt.settings import algorithm_settings
 from fulltilt.shape import Recompute, Shape
-from fulltilt.tune import constants, tables
+from fulltilt.tune import command, constants, tables
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
-from fulltilt.tune.report import report_of
+from fulltilt.tune.own import reads_old
+from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, named_shape
 from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
 from fulltilt.tune.time_model import pass_seconds, seconds_of, update_passes, update_seconds
@@ -217,6 +222,108 @@ def test_the_command_predicts_a_description(tmp_path: Path) -> None:
     assert plan("--describe", path)[0] == 0 and plan("--describe", path, "--hardware", "8xH100-20GB")[0] == 3
     told = json.loads(plan("--describe", path, "--shape", "Qwen2.5-72B", "--response-tokens", 500, "--json")[1])
     assert not told["fits"] and told["remedies"] and told["memory"]["update"]["total"] > told["memory"]["update"]["limit"]
+
+
+RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
+
+
+def planned(folder: Path, *overrides: str, hardware: str | None = "8xH100", response: float | None = None) -> PlanReport:
+    (folder / "run.toml").write_text(RUN)
+    return command.planned(folder / "run.toml", overrides, hardware, None, response)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.name=ppo", "a critic .* is not planned yet"),
+        ("algorithm.advantage=gae", "a critic .* is not planned yet"),
+        ("reward.function=reward_model", "a reward model .* is not planned yet"),
+        ("algorithm.name=sft", "supervised fine-tuning is not planned yet"),
+    ],
+)
+def test_what_the_models_leave_out_is_refused(override: str, words: str, tmp_path: Path) -> None:
+    more = ["reward_model.path=a/model"] if "reward_model" in override else []
+    (tmp_path / "run.toml").write_text(RUN if "sft" not in override else RUN.replace('[reward]\nfunction = "math"\n', ""))
+    with pytest.raises(UserError, match=words):
+        command.planned(tmp_path / "run.toml", [override, *more], "8xH100", None, None)
+
+
+def test_adapters_take_the_memory_of_what_they_train(tmp_path: Path) -> None:
+    adapted = planned(tmp_path, "lora.rank=16", "algorithm.kl_coef=0.01", hardware="1xA100-40GB")
+    assert adapted.fits and not planned(tmp_path, hardware="1xA100-40GB").fits
+    count = Shape.named("7B").lora_parameters(16, "all-linear")
+    update = adapted.memory.phases["update"].kinds
+    assert update["gradients"] == 4 * count and update["optimizer"] == 12 * count and update["reference"] == 0
+    products = [update_seconds(run_of(trained=own)).causes["products"] for own in (count, None)]
+    assert products[0] / products[1] == pytest.approx(2 / 3)  # no gradients of frozen weights
+    assert adapted.seconds.ref_logprob.total > 0  # by the same model, without them
+    shards = held_bytes(run_of(backend="fsdp", layout=TrainLayout(shard=8), trained=count))
+    assert shards["gradients"] == 4 * count // 8 and shards["optimizer"] == 12 * count // 8
+
+
+def test_micro_batches_by_samples_and_activations_on_the_host_are_planned(tmp_path: Path) -> None:
+    by_samples = planned(tmp_path, "actor.dynamic_batch=false", "actor.micro_batch=3").run.batch
+    assert (by_samples.token_budget, by_samples.micro_batch) == (None, 3)
+    assert (by_samples.forward_token_budget, by_samples.forward_micro_batch) == (None, 3)
+    assert planned(tmp_path, "train.offload_activations=true").run.offload_activations
+    base, away = run_of(system=FULLTILT), run_of(system=FULLTILT, offload_activations=True)
+    assert memory_of(away).phases["update"].total < memory_of(base).phases["update"].total
+    slow = replace(away, cluster=replace(away.cluster, gpu=replace(away.gpu, host_link=1e9)))
+    assert update_seconds(slow).causes["offload"] > 0 == update_seconds(base).causes.get("offload", 0)
+
+
+def test_epochs_rounds_and_old_logprobs_are_counted_as_the_algorithm_has_them(tmp_path: Path) -> None:
+    once, twice = planned(tmp_path), planned(tmp_path, "algorithm.epochs=2")
+    assert twice.seconds.update.total == pytest.approx(2 * once.seconds.update.total)
+    assert not once.seconds.old_logprob.causes and "logprob" not in once.memory.phases  # one optimizer step: nothing has moved
+    assert twice.seconds.old_logprob.total > 0 and "logprob" in twice.memory.phases
+    for override in ("algorithm.reward_kl_coef=0.1", "algorithm.minibatches_per_step=2", "algorithm.advantage=optimal_token_baseline"):
+        assert planned(tmp_path, override).seconds.old_logprob.total > 0, override
+    assert not planned(tmp_path, "algorithm.minibatches_per_step=2", "algorithm.importance_level=bypass").run.old_logprobs
+    rounds = planned(tmp_path, "algorithm.name=dapo", "algorithm.prompts_per_round=192")
+    assert rounds.run.batch.sampled == 192 and rounds.seconds.generation.total > once.seconds.generation.total
+    assert any("one round of 192 prompts is counted" in reason for reason in rounds.reasons)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"sft"}))
+def test_old_logprobs_are_planned_where_the_algorithm_needs_them(name: str) -> None:
+    for more in ({}, {"epochs": 2}, {"reward_kl_coef": 0.1}, {"importance_level": "bypass"}, {"importance_level": "token-normalized"}):
+        tables = {"model": {"path": "Qwen/Qwen2.5-7B"}, "data": {"train": "a.jsonl"}, "run": {"steps": 1}}
+        config = parse({**tables, "algorithm": {"name": name, **more}}, here=False)
+        assert reads_old(config, algorithm_settings(config)) == ("old_logprobs" in build(config).needs), more
+
+
+def test_a_run_is_planned_for_as_many_gpus_as_it_asks_for(tmp_path: Path) -> None:
+    assert planned(tmp_path, "cluster.workers=8", hardware=None).run.cluster.gpus == 8
+    several = ("cluster.workers=4", "cluster.nodes=2", "cluster.address=a:6379")
+    found = planned(tmp_path, *several, hardware="H200").run.cluster
+    assert (found.gpus, found.per_machine, found.gpu.name) == (8, 4, "H200")
+    assert planned(tmp_path, *several[1:], hardware="4xH200").run.cluster.per_machine == 2
+    for overrides, words in ((several[:1], "the run has 4 GPUs, for which"), (several[1:], "9 GPUs cannot be shared out evenly")):
+        with pytest.raises(UserError, match=words):
+            planned(tmp_path, *overrides, hardware="9xH200")
+
+
+def test_the_plan_does_not_speak_of_data_that_was_not_read(tmp_path: Path) -> None:
+    assert "15 steps, each of 64 prompts" in " ".join(planned(tmp_path).reasons)
+    (tmp_path / "run.toml").write_text(RUN.replace("steps = 15", "epochs = 2"))
+    by_epochs = command.planned(tmp_path / "run.toml", (), "8xH100", None, None)
+    assert "2 epochs, each step of 64 prompts" in " ".join(by_epochs.reasons) and " an epoch" not in " ".join(by_epochs.reasons)
+
+
+def test_mistakes_of_the_command_line_are_told_once_and_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--response-tokens 5000: responses end at \d+ tokens \(rollout.max_new_tokens\)"):
+        planned(tmp_path, response=5000)
+    other = tmp_path / "other.toml"
+    other.write_text('[model]\nshape = "Qwen2.5-7B"\n[train]\nlayuot = "tp4"\n')
+    with pytest.raises(UserError, match=r"train: unknown key layuot. Known are backend, .*layout") as told:
+        command.described(other, None, None, None)
+    assert "not a possible value" not in str(told.value) and "cluster" not in str(told.value)
+    other.write_text('[model]\nshape = "Qwen2.5-7B"\n')
+    with pytest.raises(UserError, match=r"lengths.most_response"):
+        command.described(other, None, None, 9000)
+    with pytest.raises(UserError, match=r"missing.csv: cannot be read: No such file or directory. Give"):
+        command.tables([tmp_path / "missing.csv"], None, None)
 
 
 def test_nothing_needs_torch() -> None:

@@ -253,6 +253,8 @@ def test_the_estimate_knows_that_layers_are_divided() -> None:
     for parts in (1, 4):
         where = replace(hardware(actor=actor.part(parts), longest=100_000), parts=parts)
         assert micro_batch_tokens(config(), where, "actor", {}, 1) == 100_000 // parts
+        short = replace(where, longest=100)
+        assert micro_batch_tokens(config(), short, "actor", {}, 1) == 16384 // parts, "a micro-batch is a group's, not a member's"
 
 
 def test_the_layers_of_another_role_are_not_those_of_auto() -> None:
@@ -808,6 +810,34 @@ def test_auto_divides_models_where_they_do_not_fit(case: str) -> None:
     keys = [text.partition(" = ")[0] for text in found.words]
     assert len(set(keys)) == len(keys) and all(value_of(given, key) == "auto" for key in keys)
     assert (fit.why_not is None) or "nothing fits" in said or "no other size" in said
+
+
+def test_engines_that_divide_experts_in_another_way_have_a_copy() -> None:
+    """Members that learn have a part of every expert, those that sample some of the experts."""
+    given, both = config(rollout={"tensor_parallel": 2, "expert_parallel": 2}), Division(2, 1, 2)
+    facts = to_divide("Qwen3-30B-A3B", 8, 80, given, ("actor",))
+    assert divided(given, facts, both).copy_bytes == facts.actor.parameter_bytes // 2
+    assert divided(given, facts, Division(2, 2, 2)).copy_bytes == 0
+    assert divided(config(rollout={"tensor_parallel": 2}), facts, both).copy_bytes == 0
+    of_parts, of_whole = (divided(given, facts, Division(2, size, 2)).actor.kept_bytes({"recompute": "none"}) for size in (1, 2))
+    assert of_whole > of_parts, "members with whole experts keep rows for all choices"
+
+
+def test_the_number_of_workers_that_divide_experts_in_rollouts_is_obeyed() -> None:
+    given = config(rollout={"expert_parallel": 4}, train={"tensor_parallel": 4, "shard": "full"})
+    for gb in (80, 141):
+        assert choose_division(given, to_divide("Qwen3-30B-A3B", 8, gb, given, ("actor",)), within=8, beside=8).rollout == 4
+
+
+def test_a_role_with_one_size_of_its_own_has_no_other() -> None:
+    for of_ref, expected in (
+        ({}, (2, 2)),
+        ({"tensor_parallel": 1}, (1, 1)),
+        ({"expert_parallel": 1}, (1, 1)),
+        ({"tensor_parallel": 4}, (4, 1)),
+    ):
+        found = Division(2, 2, 2).of(config(ref=of_ref), "ref")
+        assert (found.tensor, found.experts) == expected
 
 
 def test_auto_divides_within_a_machine_only_and_for_all_roles() -> None:

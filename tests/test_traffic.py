@@ -210,25 +210,25 @@ def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: p
         return Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "train": train})
 
     given = config(SHAPES["32B"])
-    found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(ranks), sampled=True)
+    found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(ranks), Division(), sampled=True)
     assert (found.shard, found.workers, found.group) == (shard, 16, 8 if shard == "hybrid" else 16)
     assert "of each device's" in found.why
     made = decided(given, found).train
     assert (made.shard, made.shard_size) == (shard, 8 if shard == "hybrid" else None)
     explicit = config(SHAPES["32B"], shard="hybrid", shard_size=2)
-    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), sampled=False)
+    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), Division(), sampled=False)
     assert of_critic == Sharding("hybrid", 4, 2)
     few = config(SHAPES["32B"], shard="hybrid", shard_size=8)
-    of_critic = sizes.find_sharding(few, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), sampled=False)
+    of_critic = sizes.find_sharding(few, ["critic"], cuda, Grid.of(Ranks(0, 4, beside=4, after=4)), Division(), sampled=False)
     assert of_critic == Sharding("full", 4, 4)  # fewer than a group of the actor's has: they are one
     for before, expected in ((8, shard), (4, "full" if shard == "hybrid" else shard)):  # from the first worker of a machine, or not
-        found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(Ranks(5, 16, beside=8, before=before)), sampled=True)
+        found = sizes.find_sharding(given, ["actor", "ref"], cuda, Grid.of(Ranks(5, 16, beside=8, before=before)), Division(), sampled=True)
         assert (found.shard, found.workers, found.group) == (expected, 16, 8 if expected == "hybrid" else 16)
     compiled = config(SHAPES["32B"], compile=True)
-    assert sizes.find_sharding(compiled, ["actor"], cuda, Grid.of(ranks), sampled=True).why == "train.compile is set"
+    assert sizes.find_sharding(compiled, ["actor"], cuda, Grid.of(ranks), Division(), sampled=True).why == "train.compile is set"
     strange = config({**SHAPES["32B"], "model_type": "cohere"})
-    assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, Grid.of(ranks), sampled=True).why
-    assert sizes.find_sharding(given, [], cuda, Grid.of(ranks), sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
+    assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, Grid.of(ranks), Division(), sampled=True).why
+    assert sizes.find_sharding(given, [], cuda, Grid.of(ranks), Division(), sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
 
 
 def test_sizes_are_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

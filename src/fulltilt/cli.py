@@ -472,14 +472,18 @@ def plan(
     overrides: Overrides = None,
     table: Annotated[list[Path] | None, option("FILE.csv", "A published table of step times: predict its rows. May be repeated.")] = None,
     describe: Annotated[Path | None, option("OTHER.toml", "A run of another system, described by hand: docs/planning.md.")] = None,
-    hardware: Annotated[str | None, option("8xH100-80GB", "GPUs to plan for. Default: those of the description or table; 1xH100.")] = None,
+    hardware: Annotated[
+        str | None, option("8xH100-80GB", "GPUs to plan for. Default: those of the description or table, or H100s.")
+    ] = None,
     shape: Annotated[str | None, option("NAME", "The model, by a well-known name such as Qwen2.5-7B, or a folder.")] = None,
     response_tokens: Annotated[float | None, option("MEAN", "Mean tokens of a response. Default: a quarter of the longest.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Predict memory and time of a run, by phase, without a GPU, weights or data. Exit code 3: it does not fit."""
     if sum(given is not None for given in (run, describe)) + bool(table) != 1:
-        raise UserError("plan: give one of RUN.toml, --table FILE.csv and --describe OTHER.toml")
+        raise UserError("plan: give one of RUN.toml, --table FILE.csv and --describe OTHER.toml; KEY=VALUE goes with RUN.toml alone")
+    if table and response_tokens is not None:
+        raise UserError("plan: --response-tokens does not go with --table, whose lengths follow from its rows. Leave one of them out")
     from fulltilt.tune import command
 
     if table:

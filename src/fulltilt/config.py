@@ -583,8 +583,9 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
         for key in ("reward_kl_coef", "overlong_buffer"):
             if settings[key]:
                 yield f"algorithm.{key} = {settings[key]}: gdpo reads the parts of the reward, which it does not change. Set it to 0"
-    if settings.get("cov_low", 0.0) >= settings.get("cov_high", 1.0):
-        yield f"algorithm.cov_low = {settings['cov_low']}: no covariance lies between it and cov_high ({settings['cov_high']}). Lower it"
+    if {"cov_low", "cov_high"} <= settings.keys() and settings["cov_low"] >= settings["cov_high"]:
+        given = f"algorithm.cov_low = {settings['cov_low']} and algorithm.cov_high = {settings['cov_high']}"
+        yield f"{given}: no covariance lies between them. Lower the first, or raise the second"
     yield from _wrong_lengths(config, settings)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes, whole_experts_in_rollouts
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
@@ -110,12 +110,14 @@ class RoleFacts:
         fused = wanted and config.train.compile is not True and shape.known_family().fused
         return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
 
-    def part(self, parts: int, experts: int = 1) -> RoleFacts:
-        """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded."""
+    def part(self, parts: int, experts: int = 1, *, whole_experts: bool = False) -> RoleFacts:
+        """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded.
+        `whole_experts`: of every layer, but some of the experts whole."""
         if experts > 1:
             return self.with_experts(experts)
         shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
-        division, of_part = LayerDivision(parts), {"parameter_bytes": self.parameter_bytes // parts, "trained": self.trained // parts}
+        division = LayerDivision(parts, whole_experts=whole_experts)
+        of_part = {"parameter_bytes": self.parameter_bytes // parts, "trained": self.trained // parts}
         return replace(self, shape=shape, division=division, **of_part)  # type: ignore[arg-type]
 
     def with_experts(self, size: int) -> RoleFacts:
@@ -680,7 +682,7 @@ def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: s
     keys = made.keys[role]
     if not model.trained or role not in KEPT_AS:
         return model.forward_bytes(tokens, keys)
-    at = {**keys, "recompute": "full" if keys["recompute"] == "auto" else keys["recompute"]}
+    at, tokens = {**keys, "recompute": "full" if keys["recompute"] == "auto" else keys["recompute"]}, -(-tokens // model.division.members)
     away = tokens * model.kept_bytes(at) if keys["offload_activations"] is True else 0
     return model.update_bytes(tokens, at, entropy_gradient=bool(config.algorithm.entropy_coef)) - away
 
@@ -797,7 +799,8 @@ def loading_of(facts: Facts, role: str) -> tuple[int, int]:
     if not sharding.parameters:
         return (model.parameter_bytes + copied,) * 2
     stays = sampled and not copied
-    most = loading_bytes(model.known_sizes, sharding, model.itemsize, fused=model.fused, stays=stays)
+    cut_from_whole = sampled and facts.rollout_parts == 1  # the whole is the engine's, and a part of it is there until it is shared out
+    most = loading_bytes(model.known_sizes, sharding, model.itemsize, fused=model.fused, stays=stays or cut_from_whole)
     twin = twin_bytes(model.known_sizes, sharding) if stays else copied
     return most + copied, model.held(sharding).parameters + twin
 
@@ -880,12 +883,9 @@ class Division:
     words: tuple[str, ...] = field(default=(), compare=False)  # what `auto` has become, and why
 
     def of(self, config: Config, role: str) -> RoleSizes:
-        """The sizes of a role, which may have its own. With one of them above 1, the other is 1 unless it has that, too."""
+        """The sizes of a role. With one size of its own, the other is 1 unless the role has that, too."""
         tensor, experts = own_sizes(config, role)
-        return RoleSizes(
-            tensor if tensor is not None else 1 if experts is not None and experts > 1 else self.tensor,
-            experts if experts is not None else 1 if tensor is not None and tensor > 1 else self.experts,
-        )
+        return RoleSizes(self.tensor, self.experts) if tensor is experts is None else RoleSizes(tensor or 1, experts or 1)
 
 
 @dataclass(frozen=True)
@@ -959,9 +959,10 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
         pairs += [(size, 1) for size in tensor_sizes(config, facts, within)]
     for of_layers, of_experts in dict.fromkeys(pairs):
         usual = unless_auto(rollout, of_layers) if facts.rollout else of_layers
-        samplers = [usual]
+        samplers, together = [usual], config.rollout.expert_parallel
         if rollout == "auto" and facts.rollout and "actor" in facts.roles:
-            samplers = legal_sizes(facts.actor.shape, within)
+            samplers = legal_sizes(facts.actor.shape, within) if together == "auto" or together == 1 else [together]
+            usual = usual if usual in samplers else samplers[0]
         if evaluates(facts) and facts.rollout:  # one model, which the engine reads
             yield from ((Division(size, 1, size), False) for size in dict.fromkeys([usual, *samplers]))
             return
@@ -1004,11 +1005,20 @@ def divided(config: Config, facts: Facts, way: Division) -> Facts:
     sizes = {role: way.of(config, role) for role in facts.roles}
     of_all = sizes.get("actor") or next(iter(sizes.values()), RoleSizes(way.tensor, way.experts))
     sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.apart)
-    roles = {role: model.part(sizes[role].tensor, sizes[role].apart) for role, model in facts.roles.items()}
-    copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or of_all.apart > 1)
+    roles = {
+        role: model.part(sizes[role].tensor, sizes[role].apart, whole_experts=sizes[role].experts > 1)
+        for role, model in facts.roles.items()
+    }
+    copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or of_all.apart > 1 or other_experts(config, facts, way))
     found = replace(facts, roles=roles, sharding=sharding, parts=of_all.tensor, rollout_parts=way.rollout)
     copy_bytes = facts.actor.parameter_bytes // way.rollout if copied else 0
     return replace(found, copy_bytes=copy_bytes, divisions={role: own for role, own in sizes.items() if own != of_all})
+
+
+def other_experts(config: Config, facts: Facts, way: Division) -> bool:
+    """Whether workers that sample together divide experts in another way than those that learn, with as many of them for a layer."""
+    learning = way.tensor > 1 and way.experts > 1 and bool(expert_counts(facts.actor.shape))
+    return whole_experts_in_rollouts(config.rollout.expert_parallel, way.rollout, way.tensor, way.experts, facts.actor.shape) != learning
 
 
 def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshared: str | None = None) -> Fit:
@@ -1087,7 +1097,7 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     while (
         tokens < most
         and tokens * model.parameter_bytes // model.itemsize < BUSY
-        and model.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= available
+        and model.update_bytes(-(-2 * tokens // model.division.members), keys, entropy_gradient=bonus) <= available
     ):
         tokens *= 2
     return tokens
@@ -1126,12 +1136,12 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
 
 def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int], sharing: int) -> int:
     """Tokens that a worker has of the largest micro-batch of an update, of which `sharing` workers compute a part each, or as many groups
-    that divide layers."""
+    that divide layers: the members of such a group have a part of its tokens each between the layers."""
     section = config.critic if role == "critic" else config.actor
-    longest = -(-longest_row(config, facts) // (sharing * facts.parts))
+    longest, members = -(-longest_row(config, facts) // sharing), facts.parts_of(role)
     if not section.dynamic_batch and section.micro_batch:
-        return section.micro_batch * longest
-    return max(update_budget(config, facts.device, role, budgets), longest)
+        return section.micro_batch * -(-longest // members)
+    return -(-max(update_budget(config, facts.device, role, budgets), longest) // members)
 
 
 def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:

@@ -150,13 +150,15 @@ class LayerDivision:
 
     members: int = 1  # of a tensor-parallel group
     experts: int = 1  # workers that have all experts
+    whole_experts: bool = False  # whether a member has some of the experts whole, and rows of zeros for those of others
     arriving: float = 1.0  # rows that come to a worker's experts for each one that it sends: 1 on average, if routers are balanced
 
     def own(self, layer: DecoderLayer) -> DecoderLayer:
         """The heads and columns that a member of a tensor-parallel group has."""
         experts, size = layer.experts, self.members
         if experts:
-            experts = replace(experts, inner=experts.inner // size, shared_inner=experts.shared_inner // size)
+            inner = experts.inner if self.whole_experts else experts.inner // size
+            experts = replace(experts, inner=inner, shared_inner=experts.shared_inner // size)
         heads, key_heads = (max(1, count // size) for count in (layer.heads, layer.key_heads))
         return replace(layer, heads=heads, key_heads=key_heads, inner=layer.inner // size, experts=experts)
 

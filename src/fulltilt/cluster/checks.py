@@ -387,8 +387,8 @@ def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> 
         legal = either(["1", str(tensor)][: 1 + (tensor > 1)])
         yield f"{key}: {size}, but rollout.tensor_parallel is {tensor}: {EXPERTS_OF_GROUP}. Use {legal}"
         return
-    for _, shape, _ in list(shapes_of_roles(config, algorithm, device))[:1]:
-        if (reason := why_not_experts(shape, size)) is not None:
+    for role, shape, _ in shapes_of_roles(config, algorithm, device):
+        if role == "actor" and (reason := why_not_experts(shape, size)) is not None:
             yield f"{key}: {size} workers cannot divide the experts among themselves: {reason}. Use 1"
 
 

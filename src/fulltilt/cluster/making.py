@@ -26,7 +26,17 @@ from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import THREADS, find_division, find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.sizes import (
+    THREADS,
+    find_division,
+    find_facts,
+    find_sharding,
+    free_bytes,
+    limits,
+    order_of_loading,
+    parameter_sizes,
+    role_facts,
+)
 from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -121,7 +131,7 @@ def load_worker(
     division = division_of(own, roles, device, ranks)
     grids = make_grids(own, division, ranks)
     grid = grids.get("actor") or next(iter(grids.values()))
-    sharding = find_sharding(order.config, roles, device, grid, sampled=order.sampled)
+    sharding = find_sharding(order.config, roles, device, grid, division, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
     adapters_alone = config.lora.rank > 0 and config.lora.export != "merged"
     shared = SharedModels(adapters_alone=adapters_alone, tells=(grid.replicas or grid.data).rank == 0)
@@ -163,13 +173,13 @@ def of_evaluation(config: Config, workers: int) -> Config:
     """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if the number of workers allows
     it, which may be another one than in the run that learned."""
     rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
-    size = train if rollout == "auto" else rollout
+    size = (train if train != 1 else "auto") if rollout == "auto" else rollout
     size = 1 if size != "auto" and workers % size else size
-    own = config.reward_model.tensor_parallel
+    own = config.reward_model.tensor_parallel or unless_auto(train, 1)
     sections: dict[str, dict[str, Any]] = {
         "train": {"tensor_parallel": size, "expert_parallel": 1},
         "rollout": {"tensor_parallel": size},
-        "reward_model": {"tensor_parallel": own if own and workers % own == 0 else None, "expert_parallel": None},
+        "reward_model": {"tensor_parallel": own if workers % own == 0 else 1, "expert_parallel": None},
     }
     return config.model_copy(update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()})
 
@@ -217,7 +227,7 @@ def experts_of_members(order: WorkerOrder, division: Division, grids: Mapping[st
     of_run = division if order.roles else Division(unless_auto(train.tensor_parallel, 1), unless_auto(train.expert_parallel, 1))
     given = order.config.rollout.expert_parallel
     of_engine = whole_experts_in_rollouts(given, actor.rollout.size, of_run.tensor, of_run.experts, shape)
-    return whole if order.roles else (divided if of_engine else set()), of_engine
+    return whole if order.roles else ({"actor"} & divided if of_engine else set()), of_engine
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
@@ -270,7 +280,8 @@ def make_worker(
     facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
     facts = replace(facts, division=division, divisions=others)
     if shared.copied and shared.rollout is not None:
-        copied, part = sum(own.nbytes for own in shared.rollout.parameters()), shared.parts.get("actor")
+        target = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None
+        copied, part = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target)), shared.parts.get("actor")
         bucket = bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
         facts = replace(facts, copy_bytes=copied + bucket)
     settings = plan_roles(config, facts, kept).settings

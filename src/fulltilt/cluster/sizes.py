@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import neighbours
+from fulltilt.parallel.tensor import TensorSplit
 from fulltilt.plan import (
     KEPT_AS,
     Budgets,
@@ -89,7 +91,9 @@ def beside_of(ranks: Ranks) -> int:
     return ranks.beside if ranks.before % ranks.beside == 0 else 1
 
 
-def find_sharding(config: Config, roles: Collection[str], device: torch.device, grid: Grid, *, sampled: bool) -> Sharding:
+def find_sharding(
+    config: Config, roles: Collection[str], device: torch.device, grid: Grid, division: Division, *, sampled: bool
+) -> Sharding:
     """What workers with the same part of a model share out. It is found before models are loaded, and on all of them alike. `roles`: those
     of a training run, none if nothing learns."""
     ranks, size, parts = grid.everyone, grid.data.size, grid.tensor.size
@@ -102,7 +106,7 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
             only = UNKNOWN
-    facts = divided(config, facts, Division(parts, grid.experts.size, grid.rollout.size))
+    facts = divided(config, facts, division)
     beside = beside_of(ranks)
     found = choose_sharding(config, facts, beside // parts if beside % parts == 0 else 1, only=only)
     if found.parameters and size < found.group:  # a role of its own with fewer workers than a group has
@@ -164,19 +168,29 @@ def why_no_graphs(model: PreTrainedModel) -> str | None:
 
 def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None = None) -> RoleFacts:
     """`part`: given where this worker has a part of the model."""
-    body = model.body if isinstance(model, ScalarModel) else model
+    body: Any = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
-    shape, parameters, parts = shape_of(body.config), list(model.parameters()), part.ranks.size if part else 1
+    shape, parts, sizes = shape_of(body.config), part.ranks.size if part else 1, parameter_sizes(model, learns=learns, part=part)
+    if body is model:
+        head = Head.of(body).weight
+        named = next(name for name, each in body.named_parameters() if each is head)
+        shape = replace(shape, vocabulary=shape_of_first(part, named, head)[0])
+    experts_whole = isinstance(part, TensorSplit) and part.whole_experts
     return RoleFacts(
-        shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
-        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad) if learns else 0,
+        shape=shape,
+        parameter_bytes=sum(each.bytes for each in sizes),
+        trained=sum(each.count for each in sizes if each.learns),
         itemsize=body.dtype.itemsize,
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
-        sizes=parameter_sizes(model, learns=learns, part=part),
-        division=LayerDivision(experts=parts) if isinstance(part, ExpertSplit) else LayerDivision(members=parts),
+        sizes=sizes,
+        division=LayerDivision(experts=parts) if isinstance(part, ExpertSplit) else LayerDivision(parts, whole_experts=experts_whole),
     )
+
+
+def shape_of_first(part: ModelPart | None, name: str, own: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the first member's part of a parameter: the last one may have fewer rows of a vocabulary, and all make the same plan."""
+    return part.table.cuts[name].shape(part.whole[name], 0) if part and not part.is_whole(name) else tuple(own.shape)
 
 
 def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelPart | None = None) -> Sizes:
@@ -191,7 +205,7 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelP
     runs = [*neighbours(trained), *([name] for name in parameters if name not in trained)]
     return tuple(
         ParameterSize(
-            tuple(own.shape),
+            shape_of_first(part, name, own),
             own.itemsize,
             learns=name in trained,
             layer=inside.get(id(own)),

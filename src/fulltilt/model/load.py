@@ -104,6 +104,8 @@ def load_from(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], *, in_
         try:
             with left_in_files():
                 return load()
+        except (OSError, MemoryError):  # perhaps of this worker alone: the others must not wait for one that goes on in another way
+            raise
         except Exception as error:  # a mistake in the files is found again, and told, where they are read whole
             why = str(error) if isinstance(error, NotSliceable) else f"{type(error).__name__}: {first_line(error)}"
     model, report = load()

@@ -10,11 +10,17 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.records import UserError
+from fulltilt.schema import Config, uses_reward_model
+from fulltilt.settings import preset_of
 from fulltilt.tune import description
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import named_shape
 from fulltilt.tune.tables import as_json, lines, predict, read_table
+from fulltilt.words import many
+
+# `train --check` says nothing of memory.
+REMEDY = "`fulltilt train RUN.toml` tells what it plans for the devices that it finds, before its first step"
 
 
 def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tuple[dict[str, Any], str]:
@@ -31,13 +37,45 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
         run = replace(run, cluster=Cluster.parse(hardware, run.cluster.gpus))
     if shape is not None:
         run = replace(run, shape=named_shape(shape))
+    check_response(response, run.lengths.most_response, "lengths.most_response")
     return report_of(run if response is None else run.with_response(response))
 
 
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """A run of fulltilt."""
     config = configuration.load(path, overrides, here=False)
-    if config.algorithm.name == "sft":
-        raise UserError("plan: supervised fine-tuning is not planned yet. Give a run with rollouts")
-    own = own_plan(config, named_shape(shape or config.model.path), Cluster.parse(hardware or "1xH100"), response)
+    if missing := not_planned(config):
+        raise UserError(f"plan: {missing}")
+    check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    own = own_plan(config, named_shape(shape or config.model.path), cluster_for(config, hardware), response)
     return report_of(own.run, own.knobs, own.reasons, own.refused)
+
+
+def not_planned(config: Config) -> str:
+    """What the models of memory and time leave out of this run, with the remedy; empty: nothing."""
+    if config.algorithm.name == "sft":
+        return "supervised fine-tuning is not planned yet. Give a run with rollouts"
+    what = "a critic (algorithm.name or algorithm.advantage)" if preset_of(config).critic else ""
+    what = what or ("a reward model (reward.function)" if uses_reward_model(config) else "")
+    what = what or ("a role with workers of its own (cluster.roles)" if config.cluster.roles else "")
+    return what and f"{what} is not planned yet, and the figures would be too low without it. {REMEDY}"
+
+
+def cluster_for(config: Config, hardware: str | None) -> Cluster:
+    """The GPUs that the run is planned for: as many as its configuration asks for, where it does."""
+    workers, nodes = config.cluster.workers, config.cluster.nodes
+    if workers == "auto":
+        found = Cluster.parse(hardware or "H100", nodes)
+        if found.gpus % nodes:
+            raise UserError(f"--hardware {hardware}: {found.gpus} GPUs cannot be shared out evenly among {nodes} machines (cluster.nodes)")
+        return found if nodes == 1 else replace(found, per_machine=found.gpus // nodes)
+    found = Cluster.parse(hardware or "H100", workers * nodes)
+    if found.gpus != workers * nodes:
+        asked = f"cluster.workers = {workers}" + (f" and cluster.nodes = {nodes} ask" if nodes > 1 else " asks")
+        raise UserError(f"--hardware {hardware}: the run has {many(workers * nodes, 'GPU')}, for which {asked}. Change one of them")
+    return replace(found, per_machine=workers if nodes > 1 else max(workers, found.per_machine))
+
+
+def check_response(mean: float | None, most: int, key: str) -> None:
+    if mean is not None and mean > most:
+        raise UserError(f"--response-tokens {mean:g}: responses end at {most} tokens ({key}). Give a lower mean, or raise the key")

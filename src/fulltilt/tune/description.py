@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,13 @@ LAYOUT_WORDS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
     "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
 }  # fmt: skip
+# Keys of a description that are fields of a `RunDescription`; [model] and [train] share them.
+OF_RUN = (
+    "backend", "entropy", "fused_head", "fused_rope", "offload_activations", "offload_grads", "offload_optimizer", "offload_params",
+    "offload_reference", "old_logprobs", "reference",
+)  # fmt: skip
 MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] that are about batches
+OF_TRAIN = ("layout", "offload", "recompute", "system", *MICRO_BATCHES)
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,25 @@ class BatchDescription:
     micro_batch: int = 2  # samples in a micro-batch of the update
     forward_token_budget: int | None = None
     forward_micro_batch: int = 4
+    epochs: int = 1  # passes of the update over a step's samples
+    sampled: int | None = None  # prompts of a round of dynamic sampling; None: those of the step
 
     @property
     def rows(self) -> int:
         return self.prompts * self.samples
 
     @property
+    def rollout_prompts(self) -> int:
+        """Prompts that are sampled at once, of which dynamic sampling keeps those that teach something."""
+        return self.prompts if self.sampled is None else self.sampled
+
+    @property
+    def rollout_rows(self) -> int:
+        return self.rollout_prompts * self.samples
+
+    @property
     def updates(self) -> int:
+        """Mini-batches of an epoch."""
         return max(1, -(-self.prompts // self.minibatch_prompts))
 
 
@@ -124,7 +142,11 @@ class RunDescription:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
+    offload_activations: bool = False  # they are on the host until the backward pass
+    trained: int | None = None  # numbers that learn, beside a model that is frozen (LoRA); None: all of the model's
+    old_logprobs: bool = True  # the trainer computes those of the policy before the step's first update
     reference: bool = False  # a frozen model of the same size gives log-probs too
+    shared_reference: bool = False  # the actor without its adapters gives them: no second model is held
     offload_reference: bool = False
     fused_head: bool = False  # logits are never whole
     fused_rope: bool = False
@@ -188,7 +210,9 @@ def read(path: Path) -> RunDescription:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}. Give a TOML file as docs/planning.md shows it") from error
+        raise UserError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', error)}. Give a TOML file as docs/planning.md shows it"
+        ) from error
     return describe(given, str(path))
 
 
@@ -209,15 +233,17 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
         return RunDescription(
             shape=named_shape(str(model.pop("shape"))),
             cluster=cluster_of(parts["hardware"]),
-            lengths=Lengths(**checked(parts["lengths"], Lengths, f"{name}: lengths")),
+            lengths=Lengths(**checked(parts["lengths"], fields_of(Lengths), f"{name}: lengths")),
             layout=TrainLayout.parse(str(train.pop("layout", ""))),
-            engine=EngineDescription(**checked(parts["rollout"], EngineDescription, f"{name}: rollout")),
-            batch=BatchDescription(**checked(batch | budgets, BatchDescription, f"{name}: batch")),
+            engine=EngineDescription(**checked(parts["rollout"], fields_of(EngineDescription), f"{name}: rollout")),
+            batch=BatchDescription(**checked(batch, fields_of(BatchDescription), f"{name}: batch") | budgets),
             recompute=Recompute(train.pop("recompute", "none")),
             system={"verl": VERL, "fulltilt": FULLTILT}[train.pop("system", "verl")],
             name=name,
-            **checked(extra | train | model, RunDescription, f"{name}: train"),
+            **extra | checked(train, OF_RUN, f"{name}: train", OF_TRAIN) | checked(model, OF_RUN, f"{name}: model", ("shape",)),
         )
+    except UserError:  # it says what is wrong itself
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
 
@@ -229,10 +255,14 @@ def section_of(given: Mapping[str, Any], section: str, name: str) -> dict[str, A
     return dict(found)
 
 
-def checked(given: dict[str, Any], record: type, where: str) -> dict[str, Any]:
-    known = {own.name for own in fields(record)}
-    if unknown := given.keys() - known:
-        raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted(known))}")
+def fields_of(record: type) -> tuple[str, ...]:
+    return tuple(own.name for own in fields(record))
+
+
+def checked(given: dict[str, Any], known: Iterable[str], where: str, taken: Iterable[str] = ()) -> dict[str, Any]:
+    """The keys of a section that are left; `taken`: those that it may have too, and that were read already."""
+    if unknown := given.keys() - set(known):
+        raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted({*known, *taken}))}")
     return given
 
 

@@ -104,6 +104,8 @@ def memory_of(run: RunDescription) -> MemoryModel:
         "logprob": base | stays | asleep | {"parameters": held["parameters"], "reference": ref} | forward_bytes(run),
         "update": base | held | asleep | {"reference": resident_ref} | update_bytes(run),
     }
+    if not (run.old_logprobs or run.reference or run.shared_reference):
+        del found["logprob"]
     trainer = ("parameters", "gradients", "optimizer", "activations", "head", "reference")
     for kinds in found.values():
         kinds["workspace"] = c.WORKSPACE
@@ -159,17 +161,33 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
 def held_bytes(run: RunDescription) -> dict[str, int]:
     """Parameters, gradients and optimizer states of the actor in an update."""
     own, layout = own_parameters(run), run.layout
-    if run.backend == "fsdp":  # fp32 shards are their own masters; two layers are gathered in bf16, and the tables
+    if run.trained is not None:  # frozen parameters have no master
+        learned = run.trained // layout.tensor
+        states = STATES * FP32 * learned // run.shard
+        if run.backend == "fsdp":
+            shards = BF16 * (own.total + learned) // run.shard
+            return {"parameters": shards + gathered_bytes(run), "gradients": FP32 * learned // run.shard, "optimizer": states}
+        return {"parameters": BF16 * (own.total + learned), "gradients": FP32 * learned, "optimizer": states}
+    if run.backend == "fsdp":  # fp32 shards are their own masters
         each = FP32 * own.total // run.shard
-        layer = own.total // len(run.shape.layers)
-        gathered = BF16 * (2 * layer + 2 * run.shape.vocabulary * run.shape.width)
-        return {"parameters": each + gathered, "gradients": each, "optimizer": 2 * each}
+        return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": 2 * each}
     # Experts are shared out among the GPUs that have the same ones.
     expert_copies = max(1, run.cluster.gpus // (layout.pipeline * layout.expert * max(1, layout.expert_tensor)))
     if layout.expert == 1 and layout.expert_tensor == 1:
         expert_copies = run.shard
     states = STATES * FP32 * (own.shared // run.shard + own.experts // expert_copies)
     return {"parameters": BF16 * own.total, "gradients": FP32 * own.total, "optimizer": states}
+
+
+def gathered_bytes(run: RunDescription) -> int:
+    """What FSDP has whole at once: two layers in bf16, and the tables."""
+    layer = own_parameters(run).total // len(run.shape.layers)
+    return BF16 * (2 * layer + 2 * run.shape.vocabulary * run.shape.width)
+
+
+def learned_parameters(run: RunDescription) -> int:
+    """Numbers of the fullest GPU that learn, before data-parallel GPUs share anything out."""
+    return own_parameters(run).total if run.trained is None else run.trained // run.layout.tensor
 
 
 def reference_bytes(run: RunDescription) -> int:
@@ -223,6 +241,8 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
     is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
     kept = ACTIVATION_MARGIN * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
+    if run.offload_activations:  # but for what is on its way there, about a layer
+        kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
     working = ACTIVATION_MARGIN * tokens * largest_layer(run) * (1 + again)
     head = head_of(run, tokens, learns=True)

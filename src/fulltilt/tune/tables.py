@@ -141,7 +141,7 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--table {path}: cannot be read: {error}. Give a CSV file") from error
+        raise UserError(f"--table {path}: cannot be read: {getattr(error, 'strerror', error)}. Give a CSV file") from error
     reader = csv.DictReader(text.splitlines())
     columns = columns_of(reader.fieldnames or ())
     if missing := [name for name in ("gpus", "train_parallel") if name not in columns]:

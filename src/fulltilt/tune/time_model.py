@@ -21,7 +21,7 @@ from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_p
 from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import RunDescription
-from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, memory_of, own_parameters, parameters
+from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, learned_parameters, memory_of, parameters
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
 SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
@@ -72,10 +72,10 @@ def seconds_of(run: RunDescription) -> StepSeconds:
     return StepSeconds(
         generation=generation_seconds(run),
         sync=sync_seconds(run),
-        old_logprob=logprob,
-        ref_logprob=logprob if run.reference else PhaseSeconds(),
+        old_logprob=logprob if run.old_logprobs else PhaseSeconds(),
+        ref_logprob=logprob if run.reference or run.shared_reference else PhaseSeconds(),
         update=update_seconds(run),
-        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rows}),
+        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rollout_rows}),
     )
 
 
@@ -110,8 +110,8 @@ def update_passes(run: RunDescription) -> Passes:
         count = math.ceil(rows / batch.micro_batch)
     else:
         count = math.ceil(tokens / (batch.token_budget * layout.context * layout.sequence))
-    count = max(1, count)
-    return Passes(tokens * batch.updates, rows * batch.updates, count * batch.updates, count, learns=True)
+    count, times = max(1, count), batch.updates * batch.epochs
+    return Passes(tokens * times, rows * times, count * times, count, learns=True)
 
 
 def forward_passes(run: RunDescription) -> Passes:
@@ -166,7 +166,8 @@ def product_seconds(run: RunDescription, passes: Passes) -> float:
         count * layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer, count in Counter(run.shape.layers).items()
     )
     group = run.layout.model_parallel
-    return passes.tokens * each * times_forward(run, passes) / group / rate
+    frozen = 1 if passes.learns and run.trained is not None else 0  # weights that do not learn have no gradient: half of a backward pass
+    return passes.tokens * each * (times_forward(run, passes) - frozen) / group / rate
 
 
 def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float) -> float:
@@ -206,7 +207,8 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
     stage does it while the others wait, unless it has fewer layers."""
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
     numbers = passes.tokens * shape.vocabulary / group
-    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD + run.fused_head if passes.learns else 0))
+    frozen = 0 if run.trained is None else 1
+    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + run.fused_head if passes.learns else 0))
     moved = 0.0
     if not run.fused_head:
         entropy = run.entropy or not passes.learns
@@ -268,7 +270,8 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
     """FSDP: parameters are gathered for each pass, and gradients summed after each."""
     if run.backend != "fsdp" or run.shard == 1:
         return 0.0
-    each = parameters(run.shape).total * (BF16 * 2 + FP32 if passes.learns else BF16)
+    summed = FP32 * (parameters(run.shape).total if run.trained is None else run.trained) if passes.learns else 0
+    each = parameters(run.shape).total * BF16 * (2 if passes.learns else 1) + summed
     moved = passes.batches * each * (run.shard - 1) / run.shard
     return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
 
@@ -279,7 +282,9 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
 def update_seconds(run: RunDescription) -> PhaseSeconds:
     passes = update_passes(run)
     found = pass_seconds(run, passes) | {"optimizer": optimizer_seconds(run)}
-    found |= {"offload": offload_seconds(run), "handing out rows": driver_seconds(run, trains=True)}
+    hidden = sum(seconds for cause, seconds in found.items() if cause in ("products", "attention", "memory traffic"))
+    late = max(0.0, activation_copies(run, passes) - hidden)  # activations are copied while layers compute
+    found |= {"offload": offload_seconds(run) + late, "handing out rows": driver_seconds(run, trains=True)}
     return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
 
 
@@ -292,21 +297,29 @@ def logprob_seconds(run: RunDescription) -> PhaseSeconds:
 
 def optimizer_seconds(run: RunDescription) -> float:
     """Gradients summed and parameters gathered among data-parallel GPUs, and the step itself, for each mini-batch."""
-    own = own_parameters(run)
-    stepped = c.STATE_TRAFFIC * own.total / run.shard / (run.gpu.hbm * c.HBM_SHARE)
+    learned = learned_parameters(run)
+    stepped = c.STATE_TRAFFIC * learned / run.shard / (run.gpu.hbm * c.HBM_SHARE)
     moved = 0.0
     if run.backend == "megatron" and run.shard > 1:
         speed = run.cluster.ring(run.shard, apart=run.layout.tensor) * c.LINK_SHARE
-        moved = (FP32 + BF16) * own.total * (run.shard - 1) / run.shard / speed
-    return run.batch.updates * (stepped + moved)
+        moved = (FP32 + BF16) * learned * (run.shard - 1) / run.shard / speed
+    return run.batch.updates * run.batch.epochs * (stepped + moved)
 
 
 def offload_seconds(run: RunDescription) -> float:
     """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
-    held, times = held_bytes(run), run.batch.updates if run.system.streams_optimizer else 1
+    held, times = held_bytes(run), run.batch.updates * run.batch.epochs if run.system.streams_optimizer else 1
     moved = held["parameters"] if run.offload_params else 0
     moved += times * held["optimizer"] if run.offload_optimizer else 0
     return 2 * moved / host_copy(run)
+
+
+def activation_copies(run: RunDescription, passes: Passes) -> float:
+    """Seconds in which activations go to the host and come back."""
+    if not run.offload_activations:
+        return 0.0
+    kept = run.shape.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.model_parallel
+    return 2 * passes.tokens * kept / host_copy(run)
 
 
 def host_copy(run: RunDescription) -> float:
@@ -327,7 +340,7 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
     whole = BF16 * parameters(run.shape).total
     found = {"parameters to the engine": whole / run.system.sync_rate}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
-    found["gathering rows"] = run.batch.rows * row / run.system.driver_rate
+    found["gathering rows"] = run.batch.rollout_rows * row / run.system.driver_rate
     return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
 
 
@@ -337,14 +350,14 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
     """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
     longest ones end alone."""
-    samples = run.batch.rows / run.engines
+    samples = run.batch.rollout_rows / run.engines
     running = min(samples, concurrency(run))
     found: dict[str, float] = {"prefill": prefill_seconds(run)}
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if samples > running:
         full_steps = (samples - running) * mean / running
         add(found, full_steps, decode_step(run, running, run.lengths.prompt + mean / 2))
-    before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rows)]
+    before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rollout_rows)]
     for place, length in enumerate(lengths):
         alive = max(1.0, running * (1 - place / (len(lengths) - 1)))
         add(found, length - before, decode_step(run, alive, run.lengths.prompt + (before + length) / 2))
@@ -398,5 +411,5 @@ def read_weights(shape: Shape, running: float) -> float:
 def prefill_seconds(run: RunDescription) -> float:
     """Prompts, each once for all its samples."""
     size = model_size(run.shape)
-    tokens = run.batch.prompts * run.lengths.prompt / run.cluster.gpus
+    tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
     return 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
