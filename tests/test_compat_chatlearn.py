@@ -12,7 +12,7 @@ import runs
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compat_verl import ANY_VALUE, check, known_keys
+from test_compat_verl import ANY_VALUE, built_aliases, check, known_keys, missing
 
 from fulltilt.compat import command
 from fulltilt.compat.chatlearn import CHATLEARN
@@ -125,6 +125,15 @@ def test_overrides_come_last_and_units_are_told(tmp_path: Path) -> None:
     assert any("the nearest is runtime_args.num_episode" in problem for problem in wrong.problems)
     with pytest.raises(UserError, match="no such file"):
         translated(tmp_path / "gone.yaml")
+
+
+def test_parallel_sizes_of_engine_and_reference_role_are_translated(tmp_path: Path) -> None:
+    sizes = [f"{TRAINER}.kl_coef=0.01", f"{REF}.tensor_model_parallel_size=4", f"{REF}.expert_model_parallel_size=1"]
+    engine = [f"{POLICY}.tensor_model_parallel_size=2", f"{POLICY}.expert_model_parallel_size=2"]
+    got = values(translated(template(tmp_path, "megatron"), *sizes, *engine))
+    expected = {"ref.tensor_parallel": 4, "ref.expert_parallel": 1, "rollout.expert_parallel": 2}
+    assert {key: got.get(key) for key in expected} == expected
+    assert len(built_aliases("chatlearn")) > 20 and missing("chatlearn", CHATLEARN) == []
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,6 +24,7 @@ from fulltilt.compat.translate import KINDS, Table, Translation, translate
 from fulltilt.compat.verl import PPO
 from fulltilt.compat.verl_sft import SFT
 from fulltilt.config import RULES
+from fulltilt.knobs import LEDGER
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 
@@ -263,10 +264,69 @@ def test_what_verl_does_with_a_misleading_key_is_told() -> None:
     assert "verl drops it under FSDP2" in answer(found, f"{ACTOR}.fsdp_config.forward_prefetch").why
 
 
+@pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean"])
+def test_losses_that_verl_aggregates_in_one_way_have_it(mode: str) -> None:
+    loss, given_mode = f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.loss_agg_mode=token-mean"
+    for more in ([], [given_mode]):
+        assert values(translated(*GRPO, loss, *more))["algorithm.aggregation"] == "seq-mean-token-mean"
+    told = answer(translated(*GRPO, loss, given_mode), f"{ACTOR}.loss_agg_mode")
+    assert told.kind == "means nothing" and "verl does not read it for this loss" in told.why
+    refused = answer(translated(*PPO_RUN, loss, "critic.loss_agg_mode=token-mean"), "critic.loss_agg_mode")
+    assert refused.kind == "refused" and "seq-mean-token-mean" in refused.why
+
+
+def test_under_bypass_nothing_of_importance_sampling_is_read() -> None:
+    above = "algorithm.rollout_correction"
+    bypass = [*GRPO, f"{above}.bypass_mode=True", f"{above}.rollout_is_threshold=5"]
+    found = translated(*bypass, f"{above}.rollout_is=sequence")
+    assert values(found)["algorithm.importance_level"] == "bypass" and "algorithm.importance_cap" not in found.values
+    assert answer(found, f"{above}.bypass_mode").kind == "honoured" and found.mistakes == ()
+    for key in ("rollout_is", "rollout_is_threshold"):
+        told = answer(found, f"{above}.{key}")
+        assert told.kind == "means nothing" and told.why.startswith("under bypass")
+    rejecting = translated(*bypass, f"{above}.rollout_rs=seq_max_k2")  # its bound is that of importance sampling, unless it has one
+    assert answer(rejecting, f"{above}.rollout_is_threshold").sets["algorithm.rejection_bounds"] == 5.0
+
+
+def test_roles_have_parallel_sizes_of_their_own_where_they_differ() -> None:
+    actor, ref, tensor, experts = f"{ACTOR}.megatron", f"{REF}.megatron", "tensor_model_parallel_size", "expert_model_parallel_size"
+    shared = [*GRPO, *KL, f"{actor}.{tensor}=2", f"{actor}.{experts}=2"]
+    same = translated(*shared, f"{ref}.{tensor}=2", f"{ref}.{experts}=2")
+    assert not [key for key in same.values if key.startswith("ref.")] and answer(same, f"{ref}.{tensor}").kind == "means nothing"
+    differing = values(translated(*shared, f"{ref}.{tensor}=2", f"{ref}.{experts}=1"))  # a role with one size of its own has 1 as the other
+    assert (differing["ref.tensor_parallel"], differing["ref.expert_parallel"]) == (2, 1)
+    others = [f"critic.megatron.{tensor}=4", f"reward_model.megatron.{experts}=8", *REWARDED, f"{ROLLOUT}.expert_parallel_size=2"]
+    got = values(translated(*PPO_RUN, *others, f"{ROLLOUT}.{tensor}=2"))
+    expected = {"critic.tensor_parallel": 4, "reward_model.expert_parallel": 8, "rollout.expert_parallel": 2}
+    assert {key: got.get(key) for key in expected} == expected
+
+
+def built_aliases(system: str) -> list[str]:
+    """The names that built knobs have in a system; in ChatLearn those that name the model, as its files do."""
+    names = {alias for knob in LEDGER if knob.built for alias in getattr(knob, system) if not alias.endswith(".*")}
+    return sorted(name for name in names if system == "verl" or name.startswith("models."))
+
+
+def missing(system: str, *tables: Table) -> list[str]:
+    """Names of built knobs that no table of a system knows, or that are said not to be built."""
+    found = []
+    for alias in built_aliases(system):
+        table = next((table for table in tables if table.find(alias)), tables[0])
+        for value in (2, True):
+            (told,) = translate(table, {alias: value}, "test", UNSEEN).answers
+            if told.kind == "refused" and ("not built" in told.why or "unknown key" in told.why):
+                found.append(f"{told.assignment}: {told.why}")
+    return found
+
+
+def test_every_knob_that_is_built_is_translated() -> None:
+    assert len(built_aliases("verl")) > 60 and missing("verl", PPO, SFT) == []
+
+
 def test_retuning_leaves_performance_settings_to_auto() -> None:
     kept = [f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.clip_ratio_low=0.1"]
     dropped = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}.max_num_seqs=64", f"{ACTOR}.megatron.pipeline_model_parallel_size=4"]
-    found = translated(*GRPO, *kept, *dropped, retune=True)
+    found = translated(*GRPO, *kept, *dropped, "custom_reward_function.path=mine.py", retune=True)
     assert not found.problems
     assert {answer(found, each.partition("=")[0]).kind for each in dropped} == {"means nothing"}
     assert {answer(found, each.partition("=")[0]).kind for each in kept} == {"honoured"}
@@ -438,7 +498,9 @@ ray job submit --no-wait --runtime-env="env.yaml" -- \\
 def test_a_script_is_followed_to_its_command_and_never_executed(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT)
-    found = translated(str(path), *BASE[1:], "algorithm.adv_estimator=grpo", "trainer.total_epochs=1")
+    found = translated(
+        str(path), *BASE[1:], "algorithm.adv_estimator=grpo", "trainer.total_epochs=1", "custom_reward_function.path=mine.py"
+    )
     got = values(found)
     expected = {
         "data.train": ["/home/me/verl/a.parquet", "/home/me/verl/b.parquet"], "algorithm.prompts_per_step": 32, "algorithm.kl_coef": 0.001,
@@ -548,23 +610,33 @@ def test_a_dry_run_answers_every_key_of_a_megatron_command_and_needs_nothing(tmp
     found = json.loads(ended.out)
     given_keys = [word for word in MEGATRON if "=" in word and not word.startswith("--")]
     assert ended.code == 0 and len(found["keys"]) == len(given_keys) == sum(found["counts"].values())
-    assert found["counts"]["refused"] == 0 and found["mistakes"] == []
+    assert found["counts"]["refused"] == 0 and found["mistakes"] == [] and list(found["undecided"]) == ["reward.function"]
     assert found["run"]["train"]["recompute"] == "full" and found["run"]["train"]["recompute_method"] == "uniform"
     text = runs.command_here(tmp_path, "verl", *MEGATRON, "--dry-run")
-    assert "the native engine takes vLLM's place" in text.out and "[algorithm]" in text.out
+    assert (
+        "the native engine takes vLLM's place" in text.out
+        and "it depends on the data, which is not here" in text.out
+        and "[algorithm]" in text.out
+    )
 
 
 def test_a_run_file_is_written_and_refused_keys_stop_a_run(tmp_path: Path) -> None:
-    ended = runs.command_here(tmp_path, "verl", *GRPO, "--write", "run.toml", "--quiet")
+    undecided = runs.command_here(tmp_path, "verl", *GRPO, "--write", "undecided.toml", "--quiet")
+    assert undecided.code == 2 and "--set reward.function=gsm8k" in undecided.error
+    checked = runs.command_here(tmp_path, "train", "undecided.toml", "--check")
+    assert checked.code == 2 and "reward.function: an empty table is not a reward" in checked.error
+    scored = [*GRPO, "--set", "reward.function=math"]
+    ended = runs.command_here(tmp_path, "verl", *scored, "--write", "run.toml", "--quiet")
     tables = tomllib.loads((tmp_path / "run.toml").read_text())
     assert ended.code == 0 and tables["algorithm"]["samples_per_prompt"] == 4
+    assert tables["reward"]["function"] == "math" and tables["reward"]["sources"]["openai/gsm8k"] == "gsm8k"
     assert "# actor_rollout_ref.rollout.n" in (tmp_path / "run.toml").read_text()
     runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seed=9", "--write", "set.toml", "--quiet")
     assert tomllib.loads((tmp_path / "set.toml").read_text())["run"]["seed"] == 9
     assert "the nearest is run.seed" in runs.command_here(tmp_path, "verl", *GRPO, "--set", "run.seeds=9", "--dry-run").error
     again = runs.command_here(tmp_path, "verl", *GRPO, "--write", "run.toml")
     assert again.code == 2 and "exists already" in again.error
-    refused = runs.command_here(tmp_path, "verl", *GRPO, f"{ROLLOUT}.multi_turn.enable=True", "--quiet")
+    refused = runs.command_here(tmp_path, "verl", *scored, f"{ROLLOUT}.multi_turn.enable=True", "--quiet")
     assert refused.code == 2 and "1 key cannot be honoured" in refused.error and "multi-turn" in refused.error
 
 

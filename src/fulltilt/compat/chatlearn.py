@@ -260,7 +260,7 @@ CHATLEARN = Table(
         Row(
             f"{RUN}.{{coalesced_buffer_mb,coalesce_param,concurrent_comm,param_sync_comm_type,param_sync_max_workers,"
             "routed_expert_regrouping_comm_type,bucket_size_mb_in_memory_manager,free_sync_collective_group,validate_param_sync}",
-            nothing("rollouts run the trainer's own weights: none are copied"),
+            nothing(f"there is nothing to set for it: the native engine {rules.WEIGHTS}"),
         ),
         Row(
             f"{RUN}.{{colocation,concurrent_setup,cpu_schedule_strategy,policy_to_regroup_queue,debug,nsys,profiler_dir,exit_actor_when_error}}",
@@ -292,8 +292,9 @@ CHATLEARN = Table(
         Row(f"{POLICY}.seed", to("run.seed"), default=1234),
         Row(f"{{{TRAINER},{REF},{REWARD}}}.seed", nothing("models.policy.seed is the run's seed")),
         Row(f"{POLICY}.tensor_model_parallel_size", to("rollout.tensor_parallel")),
+        Row(f"{POLICY}.expert_model_parallel_size", to("rollout.expert_parallel")),
         Row(
-            f"{POLICY}.{{pipeline_model_parallel_size,expert_model_parallel_size}}",
+            f"{POLICY}.pipeline_model_parallel_size",
             rules.one_size(None, "this division of the engine", "Use tensor_model_parallel_size, or --retune"),
         ),
         Row(f"{POLICY}.generation_batch_size", to("rollout.max_seqs")),
@@ -303,7 +304,7 @@ CHATLEARN = Table(
             rules.kv_bytes(f"{POLICY}.load", f"{POLICY}.tensor_model_parallel_size", f"{RUN}.rollout_backend"),
         ),
         Row(f"{POLICY}.enforce_eager", rules.eager),
-        Row(f"{POLICY}.free_gpu_memory.offload_weights {POLICY}.offload_weights", switch("rollout.release_memory")),
+        Row(f"{POLICY}.{{free_gpu_memory,free_gpu_memory.offload_weights,offload_weights}}", switch("rollout.release_memory")),
         Row(
             f"{POLICY}.free_gpu_memory.{{free_grad_buffers,offload_optimizer_states}}",
             nothing("an engine has neither gradients nor optimizer"),
@@ -351,7 +352,12 @@ CHATLEARN = Table(
         Row(f"{REF}.{{ulysses_sequence_parallel_size,sp_size}}", to("ref.sequence_parallel")),
         *(Row(f"{TRAINER}.{name}", become) for name, become in LAYOUT.items()),
         *(
-            Row(f"{REF}.{name}", same_as(f"{TRAINER}.{name}", what="all roles have the actor's layout", performance=True))
+            Row(
+                f"{REF}.{name}",
+                rules.size_of_role("ref", REF, TRAINER)
+                if name in rules.SIZES
+                else same_as(f"{TRAINER}.{name}", what="all roles have the actor's layout", performance=True),
+            )
             for name in LAYOUT
         ),
         Row(f"{TRAINER}.gradient_checkpointing", recompute),

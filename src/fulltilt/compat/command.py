@@ -221,6 +221,7 @@ def shown(translation: Translation) -> str:
     defaults = [key for key, value in translation.values.items() if not value.given]
     blocks.append(f"{many(len(defaults), 'key')} not given: {translation.system}'s defaults, which the run file names")
     blocks += [f"note: {note}" for note in translation.notes]
+    blocks += [f"still to be set: {key}: {why}" for key, why in translation.undecided.items()]
     if translation.mistakes:
         blocks.append("\n".join(["still wrong:", *(f"  {text}" for text in translation.mistakes)]))
     return "\n\n".join(blocks)
@@ -252,6 +253,7 @@ def as_document(translation: Translation) -> dict[str, Any]:
         "counts": {kind: len(translation.of_kind(kind)) for kind in KINDS},
         "defaults": {key: value.value for key, value in translation.values.items() if not value.given},
         "mistakes": list(translation.mistakes),
+        "undecided": translation.undecided,
         "notes": list(translation.notes),
         "run": translation.tables,
     }
@@ -269,7 +271,8 @@ def run_file(translation: Translation) -> str:
         told = [" and ".join(value.sources), value.why] if value.given else [value.why]
         text = _comment(". ".join(filter(None, told)))
         lines += textwrap.wrap(text, LINE, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
-        lines.append(f"{name} = {toml_value(value.value)}" + ("" if value.given else f"  # {translation.system}'s default"))
+        origin = "  # to be set" if key in translation.undecided else "" if value.given else f"  # {translation.system}'s default"
+        lines.append(f"{name} = {toml_value(value.value)}{origin}")
     return "\n".join(lines) + "\n"
 
 

@@ -30,6 +30,8 @@ Kind = Literal["honoured", "means nothing", "refused"]
 KINDS: tuple[Kind, ...] = ("honoured", "means nothing", "refused")
 NO_DEFAULT: Any = object()  # a key that is left alone here where it is not given
 REMOVED: Any = object()  # the value of a key that Hydra's ~key takes away
+# What a key has that must be set once the data is known: an empty table is a legal value of reward.function that no run accepts.
+UNDECIDED: Mapping[str, float] = {}
 
 # Our performance knobs: what `retune` leaves to `auto`. How many machines and GPUs there are is not for a tuner to decide.
 PERFORMANCE = frozenset(
@@ -186,9 +188,15 @@ class Translation:
         return [answer for answer in self.answers if answer.kind == kind]
 
     @property
+    def undecided(self) -> dict[str, str]:
+        """Keys that somebody must set, for their values depend on data that is not here, and why."""
+        return {key: value.why for key, value in self.values.items() if key == "reward.function" and value.value == UNDECIDED}
+
+    @property
     def problems(self) -> list[str]:
         """Everything that keeps the run from starting."""
-        return [*(f"{answer.assignment}: {answer.why}" for answer in self.of_kind("refused")), *self.mistakes]
+        refused = (f"{answer.assignment}: {answer.why}" for answer in self.of_kind("refused"))
+        return [*refused, *self.mistakes, *(f"{key}: {why}" for key, why in self.undecided.items())]
 
 
 def translate(

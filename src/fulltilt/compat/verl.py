@@ -83,11 +83,11 @@ ALGORITHM: tuple[Row, ...] = (
     Row(f"{ACTOR}.clip_ratio_high", number("algorithm.clip_high"), default=0.2),
     Row(f"{ACTOR}.clip_ratio", rules.clip_ratio),
     Row(f"{ACTOR}.clip_ratio_c", number("algorithm.dual_clip"), default=3.0),
-    Row(f"{ACTOR}.loss_agg_mode", to("algorithm.aggregation"), default="token-mean"),
-    Row(f"{CRITIC}.loss_agg_mode", same_as(f"{ACTOR}.loss_agg_mode", what="actor and critic have the same aggregation")),
+    Row(f"{ACTOR}.loss_agg_mode", rules.aggregation(), default="token-mean"),
+    Row(f"{CRITIC}.loss_agg_mode", rules.critic_aggregation),
     Row(
         f"{ACTOR}.use_token_level_loss",
-        to("algorithm.aggregation", values={True: "token-mean", False: "seq-mean-token-mean"}),
+        rules.aggregation({True: "token-mean", False: "seq-mean-token-mean"}),
         note="verl before 0.3; loss_agg_mode took its place",
     ),
     Row(f"{ACTOR}.loss_scale_factor", to("algorithm.length_norm")),
@@ -484,7 +484,7 @@ KERNELS = (
 
 
 def _megatron() -> Iterator[Row]:
-    """Megatron's engine: of the actor as keys of [train]; of other roles, which have the actor's layout."""
+    """Megatron's engine: of the actor as keys of [train]; of other roles, which may have sizes of their own where we have."""
     actor, others = f"{ACTOR}.megatron", f"{{{REF}.megatron,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}"
     layout = {
         "tensor_model_parallel_size": to("train.tensor_parallel"),
@@ -496,6 +496,10 @@ def _megatron() -> Iterator[Row]:
     }
     for name, become in layout.items():
         yield Row(f"{actor}.{name}", become)
+        if name in rules.SIZES:
+            for section, role in (("ref", REF), ("critic", CRITIC), ("reward_model", REWARD_MODEL)):
+                yield Row(f"{role}.megatron.{name}", rules.size_of_role(section, f"{role}.megatron", actor))
+            continue
         yield Row(f"{others}.{name}", same_as(f"{actor}.{name}", what="all roles have the actor's layout", performance=True))
     yield Row(f"{ENGINES}.sequence_parallel", nothing("with tensor parallelism the layers' inputs are whole on each GPU here"))
     yield Row(
@@ -638,7 +642,7 @@ GENERATION: tuple[Row, ...] = (
     Row(f"{ROLLOUT}.prompt_length", same_as("data.max_prompt_length", what="one limit for prompts")),
     Row(f"{ROLLOUT}.response_length", same_as("data.max_response_length", what="one limit for responses")),
     Row(f"{ROLLOUT}.max_model_len", rules.long_enough()),
-    Row(f"{ROLLOUT}.dtype", nothing("rollouts run the trainer's own weights, in their type")),
+    Row(f"{ROLLOUT}.dtype", nothing("rollouts compute in the trainer's type, model.dtype")),
     Row(f"{ROLLOUT}.gpu_memory_utilization", rules.kv_bytes(f"{MODEL}.path", f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name")),
     Row(f"{ROLLOUT}.tensor_model_parallel_size", to("rollout.tensor_parallel")),
     Row(
@@ -647,9 +651,10 @@ GENERATION: tuple[Row, ...] = (
         note="one guide's spelling; verl's key is tensor_model_parallel_size",
     ),
     Row(
-        f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size,expert_parallel_size,moe_tensor_parallel_size}}",
+        f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size}}",
         rules.one_size(None, "this division of the engine", "Use tensor_model_parallel_size, or --retune"),
     ),
+    Row(f"{ROLLOUT}.expert_parallel_size", to("rollout.expert_parallel")),
     Row(f"{ROLLOUT}.max_num_seqs", to("rollout.max_seqs")),
     Row(f"{ROLLOUT}.max_num_batched_tokens", to("rollout.max_batched_tokens")),
     Row(f"{ROLLOUT}.enable_chunked_prefill", switch("rollout.chunked_prefill")),
@@ -671,7 +676,7 @@ GENERATION: tuple[Row, ...] = (
     ),
     Row(
         f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file",
-        off("rollouts run the trainer's own weights, which are not quantised. Remove it"),
+        off("rollouts run the trainer's weights, which are not quantised. Remove it"),
     ),
     Row(f"{ROLLOUT}.{{skip_rollout,use_fire_sampling}}", off("every step samples, by temperature, top-p and top-k")),
     Row(f"{ROLLOUT}.{{skip_dump_dir,skip.*}}", nothing("every step samples")),

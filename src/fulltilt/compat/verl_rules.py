@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fulltilt.compat.translate import Ask, Conversion, Outcome, WrongValue, a_number, sets, truth, whole, written
+from fulltilt.compat.translate import UNDECIDED, Ask, Conversion, Outcome, WrongValue, a_number, same_as, sets, to, truth, whole, written
 from fulltilt.presets import PRESETS, VERL_NAMES
 from fulltilt.words import in_bytes, listed, many
 
@@ -167,14 +167,18 @@ def token_budget(ours: str, dynamic: str) -> Conversion:
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "sglang_async": "SGLang", "trtllm": "TensorRT-LLM", "hf": "transformers", "tgi": "TGI"}
 
+WEIGHTS = (
+    "runs the trainer's own weights where rollout and training divide the model alike and parameters are not fully sharded, "
+    "and else a copy that is brought up to date after each update"
+)
+
 
 def engine(ask: Ask) -> Outcome:
     if ask.value in (None, "???"):
         return NULL
     if ask.value not in ENGINES:
         return Outcome("refused", f"no engine of verl's is called {written(ask.value)}. Known are {', '.join(ENGINES)}")
-    told = f"the native engine takes {ENGINES[ask.value]}'s place: it runs the trainer's own weights, so that none are copied"
-    return sets({"rollout.engine": "native"}, told)
+    return sets({"rollout.engine": "native"}, f"the native engine takes {ENGINES[ask.value]}'s place: it {WEIGHTS}")
 
 
 def kv_bytes(model: str, tensor_parallel: str, name: str) -> Conversion:
@@ -281,6 +285,24 @@ def one_size(ours: str | None, what: str, use: str) -> Conversion:
     return become
 
 
+SIZES = {"tensor_model_parallel_size": "tensor_parallel", "expert_model_parallel_size": "expert_parallel"}
+
+
+def size_of_role(section: str, prefix: str, actor: str) -> Conversion:
+    """A role's size of tensor or expert parallelism. Left out it is the actor's, but 1 beside another size of the role's own."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        name = ask.key.removeprefix(f"{prefix}.")
+        own = [each for each in SIZES if ask.read(f"{prefix}.{each}") is not None]
+        if all(ask.read(f"{actor}.{each}") == ask.read(f"{prefix}.{each}") for each in own):
+            return Outcome("means nothing", f"as {actor}.{name}: the role is divided as the actor is")
+        return sets({f"{section}.{SIZES[name]}": ask.value})
+
+    return become
+
+
 def eager(ask: Ask) -> Outcome:
     if ask.value is None:
         return NULL
@@ -306,6 +328,8 @@ def chunked_entropy(ours: str, size: str) -> Conversion:
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 BOTH = ("gspo", "cispo")  # losses that are algorithms here, with GRPO's advantage
 LOSSES = ("gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", *BOTH)
+PER_SAMPLE = ("gspo", "sapo", "geo_mean")  # verl aggregates them in one way, whatever it is told
+MEAN_OF_MEANS = "seq-mean-token-mean"
 ADVANTAGES = ("grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
@@ -327,19 +351,47 @@ def estimator(ask: Ask) -> Outcome:
 def loss_mode(ask: Ask) -> Outcome:
     if ask.value in (None, "vanilla"):
         return Outcome("means nothing", "PPO's clipped surrogate, as here")
-    mode = str(ask.value).replace("-", "_")
+    mode = mode_of_loss(ask)
     if mode not in LOSSES:
         return Outcome("refused", f"verl's loss {written(ask.value)} is not built. Known are vanilla, {', '.join(LOSSES)}")
-    if mode in BOTH and ask.read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized"):
-        return sets({"algorithm.name": mode})
-    return sets({"algorithm.loss": mode})
+    named = mode in BOTH and ask.read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized")
+    values = {"algorithm.name" if named else "algorithm.loss": mode}
+    if mode in PER_SAMPLE:
+        return sets({**values, "algorithm.aggregation": MEAN_OF_MEANS}, "the aggregation that verl always has for it")
+    return sets(values)
+
+
+def mode_of_loss(ask: Ask) -> str:
+    return str(ask.read(LOSS_MODE) or "vanilla").replace("-", "_")
+
+
+def aggregation(values: Mapping[Any, str] | None = None) -> Conversion:
+    """How tokens' losses become one, where verl asks for it."""
+    usual = to("algorithm.aggregation", values=values)
+
+    def become(ask: Ask) -> Outcome:
+        if (mode := mode_of_loss(ask)) in PER_SAMPLE:
+            told = f"verl does not read it for this loss: {mode} always has {MEAN_OF_MEANS}; here KL and entropy terms have it too"
+            return Outcome("means nothing", told)
+        return usual(ask)
+
+    return become
+
+
+def critic_aggregation(ask: Ask) -> Outcome:
+    usual = same_as(f"{ACTOR}.loss_agg_mode", what="actor and critic have the same aggregation")
+    if (mode := mode_of_loss(ask)) not in PER_SAMPLE:
+        return usual(ask)
+    if ask.value in (None, MEAN_OF_MEANS) or ask.read("algorithm.adv_estimator") != "gae":
+        return Outcome("means nothing", f"actor and critic have the same aggregation, {MEAN_OF_MEANS} with the loss {mode}")
+    return Outcome("refused", f"actor and critic have the same aggregation, which is {MEAN_OF_MEANS} with the loss {mode}. Use that")
 
 
 def loss_setting(ours: str, *modes: str) -> Conversion:
     """A number that only some losses read."""
 
     def become(ask: Ask) -> Outcome:
-        mode = str(ask.read(LOSS_MODE) or "vanilla").replace("-", "_")
+        mode = mode_of_loss(ask)
         if mode not in modes:
             return Outcome("means nothing", f"only the loss {' or '.join(modes)} reads it, and {LOSS_MODE} is {mode}")
         return sets({ours: a_number(ask.value)})
@@ -418,11 +470,16 @@ REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_m
 WITHOUT = "verl drops surplus groups of dynamic sampling; here the next step trains on them, with an importance weight of at most 2"
 
 
+def bypassed(ask: Ask) -> bool:
+    return truth_or_false(ask.read(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout"))
+
+
 def importance(ask: Ask) -> Outcome:
     """Truncated importance sampling between trainer and engine."""
     level = ask.read(f"{CORRECTION}.rollout_is")
-    if truth_or_false(ask.read(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout")):
-        return sets({"algorithm.importance_level": "bypass"}, "the engine's log-probs take the place of the old ones")
+    if bypassed(ask):
+        told = "under bypass there is no importance weight: the ratio of the loss is the correction, and its clip the bound"
+        return Outcome("means nothing", told)
     older = ask.read(f"{ACTOR}.tis_imp_ratio_cap")
     if level is None and older is not None and a_number(older) > 0:
         return sets({"algorithm.importance_cap": a_number(older)})
@@ -439,7 +496,11 @@ def importance(ask: Ask) -> Outcome:
 
 def importance_part(ask: Ask) -> Outcome:
     """A setting of importance sampling, where there is any."""
-    if ask.read(f"{CORRECTION}.rollout_is") is None:
+    rejects = ask.read(f"{CORRECTION}.rollout_rs") is not None and ask.read(f"{CORRECTION}.rollout_rs_threshold") is None
+    weighs = ask.read(f"{CORRECTION}.rollout_is") is not None
+    if ask.key.endswith("threshold") and rejects and (bypassed(ask) or not weighs):
+        return rejection(ask)
+    if not weighs and not bypassed(ask):
         return Outcome("means nothing", f"{CORRECTION}.rollout_is is null: verl does not read it either")
     return importance(ask)
 
@@ -449,7 +510,9 @@ def truth_or_false(value: Any) -> bool:
 
 
 def bypass(ask: Ask) -> Outcome:
-    return importance(ask) if truth_or_false(ask.value) else Outcome("means nothing", "off, as here")
+    if not truth_or_false(ask.value):
+        return Outcome("means nothing", "off, as here")
+    return sets({"algorithm.importance_level": "bypass"}, "the engine's log-probs take the place of the old ones")
 
 
 def older_cap(ask: Ask) -> Outcome:
@@ -517,8 +580,11 @@ def reward_function(ask: Ask) -> Outcome:
     data = [*files(ask.read("data.train_files")), *files(ask.read("data.val_files"))]
     sources = ask.theirs.seen.sources(data)
     if sources is None:
-        told = "verl chooses the reward by a row's data_source; the data is not here, so every rule that is built stands there"
-        return sets({"reward.function": "gsm8k", "reward.sources": dict(SOURCES)}, told)
+        told = (
+            "it depends on the data, which is not here: verl chooses the reward by a row's data_source, and reward.sources has every rule "
+        )
+        told += f"that is built. Name the reward of other sources: --set reward.function=gsm8k, or {CUSTOM[0]}.path=FILE.py"
+        return sets({"reward.function": UNDECIDED, "reward.sources": dict(SOURCES)}, told)
     rules = {source: "dapo" if source.startswith("aime") else SOURCES.get(source) for source in sources}
     if missing := [source for source, rule in rules.items() if rule is None]:
         told = f"no rule is built for the data source {listed(missing, 3)}. Give a function: {CUSTOM[0]}.path=FILE.py"
