@@ -273,7 +273,9 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
     said = runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
     assert_near_runs(shared, alone)
-    assert said.said.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor)") == 1  # others are never whole, nor joined
+    assert (
+        said.said.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor)") == 1
+    )  # others are never whole, nor joined
     runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
     assert runs.metrics(shared)[-1]["step"] == 4
 
