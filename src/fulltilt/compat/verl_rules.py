@@ -859,7 +859,10 @@ def reward_workers(ask: Ask) -> Outcome:
 def template_argument(ask: Ask) -> Outcome:
     """The arguments of the chat template, one key each."""
     prefix = ask.key.removesuffix(f".{ask.below}") if ask.below else ask.key
-    given = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
+    below = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
+    if ask.below and ask.value is None:  # a run file has no null
+        return NULL
+    given = {key: value for key, value in below.items() if value is not None}
     return sets({"data.template_args": given}) if given else Outcome("means nothing", "no arguments")
 
 
