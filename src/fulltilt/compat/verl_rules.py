@@ -870,9 +870,11 @@ def reward_argument(ask: Ask) -> Outcome:
     """The arguments of the user's reward function, one key each."""
     if ask.read(*(f"{key}.path" for key in CUSTOM)) is None:
         return Outcome("refused", "there is no reward function of your own that could take it. Give custom_reward_function.path too")
+    if ask.value is None:
+        return Outcome("refused", "a run file has no null. Leave it out, and give the argument that default in your function")
     prefix = ask.key.removesuffix(f".{ask.below}")
-    given = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
-    return sets({"reward.args": given})
+    below = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
+    return sets({"reward.args": {key: value for key, value in below.items() if value is not None}})
 
 
 TARGETS = {
