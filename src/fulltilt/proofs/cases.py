@@ -163,7 +163,9 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
         yield ProofCase(f"{role}.sequence_parallel", learner, measure.largest_pass(role), 1, 2, own)
         phase = "update-critic" if role == "critic" else "update-actor"
         yield ProofCase(f"{role}.tensor_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2})
-        path = {f"{role}.path": setup.model_of_experts if role == "ref" else setup.scalar_model_of_experts}
+        path: Settings = {f"{role}.path": setup.model_of_experts if role == "ref" else setup.scalar_model_of_experts}
+        if role != "reward_model":  # others read the actor's tokens, and the class of a tokenizer follows the kind of model
+            path = {"model.path": setup.model_of_experts, "critic.path": setup.scalar_model_of_experts, **path}
         yield ProofCase(f"{role}.expert_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2, **path})
     yield ProofCase("train.tensor_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, two)
     experts: Settings = {**two, "model.path": setup.model_of_experts}
