@@ -518,9 +518,7 @@ def tune(
     out: Annotated[Path, option("TUNED.toml", "The overlay to write. Default: tuned.toml.")] = Path("tuned.toml"),
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each candidate, in two turns.")] = 4,
     finalists: Annotated[int, typer.Option(min=1, help="Most settings to measure beside what fulltilt chooses by itself.")] = 4,
-    hardware: Annotated[
-        str | None, option("8xH100-80GB", "Only predict, for these devices, which need not be here.")
-    ] = None,
+    hardware: Annotated[str | None, option("8xH100-80GB", "Only predict, for these devices, which need not be here.")] = None,
     shape: Annotated[
         str | None, option("NAME", "With --hardware: the model, by a well-known name such as Qwen2.5-7B, or a folder.")
     ] = None,

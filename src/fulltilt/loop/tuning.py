@@ -142,6 +142,7 @@ class Candidate:
 
     knobs: Mapping[str, Any]
     predicted_s: float | None = None
+    turns: int = 0  # that it has had
     seconds: list[float] = field(default_factory=list)  # of each measured step
     tokens: list[float] = field(default_factory=list)
     response: list[float] = field(default_factory=list)  # mean tokens of responses
@@ -168,19 +169,24 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
     auto = Candidate({})
     with torch_as_it_was():
         say("measuring auto")
-        take_turn(config, auto, steps)
+        take_turn(config, auto, steps)  # its responses are what others are predicted for
         seen = response if response is not None or not auto.response else sum(auto.response) / len(auto.response)
         found = proposals(config, shape, cluster, seen, finalists)
         say(in_words(found))
         auto.predicted_s = found.auto.seconds.total
         others = [Candidate(own.knobs, own.prediction.seconds.total) for own in found.finalists if own.knobs]
-        for turn in range(TURNS):
-            for candidate in others if turn == 0 else [auto, *others]:
-                if not candidate.failed:
-                    say(f"measuring {candidate.words}, turn {turn + 1} of {TURNS}")
-                    take_turn(config, candidate, steps)
+        take_turns(config, [auto, *others], steps, say)
     candidates = [auto, *others]
     return Tuning(Overlay(winner(candidates).knobs, here, tuple(own.trial() for own in candidates)), found)
+
+
+def take_turns(config: Config, candidates: Sequence[Candidate], steps: int, say: Say) -> None:
+    """Let each candidate have `TURNS` turns, one after another; those that failed have no further one."""
+    for turn in range(TURNS):
+        for candidate in candidates:
+            if candidate.turns <= turn and not candidate.failed:
+                say(f"measuring {candidate.words}, turn {turn + 1} of {TURNS}")
+                take_turn(config, candidate, steps)
 
 
 def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int, response: float | None) -> Tuning:
@@ -231,6 +237,7 @@ def winner(candidates: Sequence[Candidate]) -> Candidate:
 def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
     """Measure some steps of a candidate. What goes wrong with it is recorded; that `auto` is refused concerns every candidate."""
     count = WARM_UP + -(-steps // TURNS)
+    candidate.turns += 1
     try:
         with tempfile.TemporaryDirectory(prefix="fulltilt-tune-") as scratch, enough_memory():
             make_steps(with_settings(config, {**candidate.knobs, "run.dir": scratch}), candidate, count)

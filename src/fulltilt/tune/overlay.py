@@ -106,8 +106,8 @@ def describe_shape(shape: Shape) -> str:
         count = sum(shape.parameters_by_kind().values())
     except UnknownParameters:
         return words
-    unit, name = next(((unit, name) for unit, name in ((1e9, "billion "), (1e6, "million ")) if count >= unit), (1, ""))
-    return f"{words}, {count / unit:.3g} {name}parameters"
+    unit, name = next(((unit, name) for unit, name in ((1e9, " billion"), (1e6, " million")) if count >= unit), (1, ""))
+    return f"{words}, {count / unit:.4g}{name} parameters" if name else f"{words}, {count:,} parameters"
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------------------------------
