@@ -1114,9 +1114,9 @@ def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mappi
     made = Decisions({role: vars(own) for role, own in roles.settings.items()})
     budgets, words = dict(roles.budgets), list(roles.words)
     for role, own in costs.items():
-        if not (by_hand := config.actor.token_budget != "auto") and not made.keys[role]["offload_activations"]:
+        if not made.keys[role]["offload_activations"]:  # else they have to fit the host
             budgets[role] = budget_by_costs(config, facts, made, role, own, update_budget(config, facts.device, role, budgets))
-        words.append(costs_in_words(config, facts, made, role, own, budgets, by_hand=by_hand))
+        words.append(costs_in_words(config, facts, made, role, own, budgets))
     return replace(roles, budgets=budgets, words=tuple(words))
 
 
@@ -1148,20 +1148,15 @@ def left_by_device(config: Config, facts: Facts, made: Decisions, role: str) -> 
     return left_for_update(config, made, facts, role) if facts.device == "cuda" else int(BUDGET_SHARE * facts.host_bytes)
 
 
-def costs_in_words(
-    config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budgets: Mapping[str, int], *, by_hand: bool
-) -> str:
+def costs_in_words(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budgets: Mapping[str, int]) -> str:
     tokens, taken = largest_bytes(config, facts, made, role, costs, update_budget(config, facts.device, role, budgets))
-    memory = f"{in_bytes(costs.token_bytes)} a token" if costs.token_bytes is not None else ""
-    seconds = (
-        f"{1e6 * costs.token_s:.3g} us a token and {1e3 * costs.fixed_s:.3g} ms a micro-batch" if costs.token_s and costs.fixed_s else ""
-    )
-    left = left_by_device(config, facts, made, role)
-    kept_free = "" if by_hand else f", of which {HEADROOM:.0%} stay free"
+    found = [f"{in_bytes(costs.token_bytes)} a token"] if costs.token_bytes is not None else []
+    if costs.token_s is not None and costs.fixed_s is not None:
+        found.append(f"{1e6 * costs.token_s:.3g} us a token and {1e3 * costs.fixed_s:.3g} ms a micro-batch")
+    left = in_bytes(max(0, left_by_device(config, facts, made, role)))
     return (
-        f"probe: an update of the {role} takes {' and '.join(filter(None, (memory, seconds)))} (micro-batches of up to "
-        f"{many(costs.largest, 'token')} were measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of "
-        f"{in_bytes(max(0, left))}{kept_free}"
+        f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were measured); "
+        f"the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}, of which auto leaves {HEADROOM:.0%} free"
     )
 
 

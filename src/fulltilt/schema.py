@@ -1025,8 +1025,8 @@ class RunConfig(Section):
     probe: Switch = row("auto", free=True)
     """Measure a few micro-batches before the first step, which takes less than 20 seconds, and size `auto` token budgets by them, with 15%
     of the memory left free. The user's cache folder keeps the costs for the next run of the model on this device. With `deterministic`
-    nothing reads a clock: memory alone is measured. Runs with several workers are not measured, nor resumed ones, which keep their
-    budgets. `auto`: on for CUDA, unless `train.compile` is on."""
+    nothing reads a clock: memory alone is measured. Runs with several workers are not measured, nor those whose `actor.token_budget` is
+    given, nor resumed ones, which keep their budgets. `auto`: on for CUDA, unless `train.compile` is on."""
     save_rollouts: Positive = row(16, free=True, used_if=_if_sampled)
     """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 

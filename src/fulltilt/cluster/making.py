@@ -281,7 +281,7 @@ def make_worker(
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
     must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
-    why they are, in words. `probe`: used where this worker is alone and no budgets are kept."""
+    why they are, in words. `probe`: used where this worker is alone, and token budgets are neither kept nor given."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
@@ -321,7 +321,7 @@ def make_worker(
         shared.twin.sync()
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
-    if probe and ranks.alone and made.trainers and not kept:
+    if probe and ranks.alone and made.trainers and not kept and config.actor.token_budget == "auto":
         budgets = {role: update_budget(config, device.type, role, planned.budgets) for role in made.trainers}
         costs = probe_updates(probe, made.trainers, of_roles, settings, budgets, longest_row(config, facts))
         planned = budgets_by_costs(config, facts, planned, costs)

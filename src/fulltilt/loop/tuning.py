@@ -29,7 +29,7 @@ from fulltilt.cluster.checks import choose_device, count_workers, wrong_settings
 from fulltilt.cluster.hosts import WorkerError
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.hardware import Accelerator, Cluster, accelerator
-from fulltilt.loop.opening import freeze_existing_objects
+from fulltilt.loop.opening import freeze_existing_objects, prober_for
 from fulltilt.loop.run import Progress, Run
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.load import read_config, shape_of
@@ -208,9 +208,14 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
 def proposals(config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int) -> SearchResult:
     kind = "cpu" if cluster.gpu.is_cpu else "cuda"
 
-    def rules(checked: Config) -> list[str]:
+    def mistakes(checked: Config) -> list[str]:
         workers = checked.cluster.model_copy(update={"workers": max(1, cluster.gpus // checked.cluster.nodes)})
         return wrong_settings(checked.model_copy(update={"cluster": workers}), build(checked), kind)
+
+    known = mistakes(config)  # that devices are not here, for example
+
+    def rules(checked: Config) -> list[str]:
+        return [text for text in mistakes(checked) if text not in known]
 
     return search(Predictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists)
 
@@ -252,7 +257,7 @@ def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
 
 
 def make_steps(config: Config, candidate: Candidate, count: int) -> None:
-    parts = assemble(config)
+    parts = assemble(config, probe=prober_for(config))  # as a run would
     try:
         console = Console(quiet=True, stdout=sys.stderr, terminal=False)
         store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)

@@ -32,6 +32,7 @@ from fulltilt.words import in_bytes
 EXHAUSTIVE = 400  # settings that are all predicted; each takes some hundredths of a second
 MOST_ROUNDS = 12
 DIFFERENT = 0.01  # of the fastest step: predictions that are closer do not say which is faster, and finalists are further apart
+NEGLIGIBLE = 0.002  # of a step's seconds: a setting that saves no more is left to `auto`
 LADDER = {"cuda": (4096, 1 << 18), "cpu": (512, 1 << 16)}  # least and most tokens of a micro-batch that are tried
 LEAST_SEQS = 16
 KV_PARTS = (2, 4)  # of what `auto` gives to the KV cache
@@ -265,7 +266,7 @@ def search(predict: Predictor, axes: Sequence[Axis], finalists: int = 4) -> Sear
     axes, alike = effective(predict, axes, auto)
     size = math.prod(len(own.choices) + 1 for own in axes)
     found = list(everything(predict, axes) if size <= EXHAUSTIVE else descent(predict, axes, auto))
-    chosen = choose(predict, found, finalists)
+    chosen = choose(predict, axes, found, finalists)
     return SearchResult(
         auto, tuple(Finalist(own, tuple(reasons(own, auto))) for own in chosen), axes, alike, predict.predicted, size <= EXHAUSTIVE
     )
@@ -326,18 +327,34 @@ def changed(axes: Sequence[Axis], settings: Settings, choices: Mapping[str, Sett
     return settings_of(kept | dict(itertools.chain(*choices.values())))
 
 
-def choose(predict: Predictor, found: Iterable[Prediction], count: int) -> list[Prediction]:
+def choose(predict: Predictor, axes: Sequence[Axis], found: Iterable[Prediction], count: int) -> list[Prediction]:
     """The fastest legal settings that fit: no two of them so close that predictions could not tell which is faster, and none that only
     adds something slower to one before."""
     chosen: list[Prediction] = []
+
+    def told_apart(own: Prediction) -> bool:
+        apart = DIFFERENT * chosen[0].step_s if chosen else 0.0
+        return all(abs(own.step_s - other.step_s) > apart and not adds_to(own, other) for other in chosen)
+
     for own in sorted(found, key=lambda own: own.order):
         if len(chosen) == count or not own.fits:
             break
-        apart = DIFFERENT * chosen[0].step_s if chosen else 0.0
-        told_apart = all(abs(own.step_s - other.step_s) > apart and not adds_to(own, other) for other in chosen)
-        if told_apart and predict.legal(own.settings):
-            chosen.append(own)
+        if told_apart(own) and predict.legal(own.settings):
+            simple = simplified(predict, axes, own)
+            chosen += [simple] if told_apart(simple) else []
     return chosen
+
+
+def simplified(predict: Predictor, axes: Sequence[Axis], own: Prediction) -> Prediction:
+    """The prediction without settings that save next to nothing."""
+    found = own
+    for each in axes:
+        fewer = predict(changed(axes, found.settings, {each.name: ()}))
+        if fewer is None or len(fewer.settings) == len(found.settings):
+            continue
+        if fewer.fits and fewer.step_s <= own.step_s * (1 + NEGLIGIBLE) and predict.legal(fewer.settings):
+            found = fewer
+    return found
 
 
 def adds_to(own: Prediction, other: Prediction) -> bool:
