@@ -70,6 +70,7 @@ def test_too_few_measurements_and_none() -> None:
     assert nonnegative_fit([[1.0, 5.0]], [10.0]) in ([10.0, 0.0], [0.0, 2.0])
     only_memory = fit([UpdatePass(100, 10, 1000), UpdatePass(200, 20, 2000)])
     assert only_memory.seconds(100, 10) is None and only_memory.bytes(400) == pytest.approx(4000, abs=1)
+    assert fit(made_up(0.04, 3e-5, 2e-9)[:3]).fixed_s is None
     assert fit([]) == UpdateCosts(None, None, None, None, None, largest=0)
 
 

@@ -32,7 +32,6 @@ from fulltilt.tune.search import (
     descent,
     search,
     settings_of,
-    simplified,
     space_of,
     with_settings,
 )
@@ -52,10 +51,10 @@ def config_of(*overrides: str) -> Config:
 # ---- the search --------------------------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    axis("actor.token_budget", (4096, 16384, 65536)),
-    axis("train.recompute", ("none", "selective", "full")),
-    axis("train.offload_optimizer", (False, True)),
-    axis("rollout.max_seqs", (64, 256)),
+    axis("actor.token_budget", (8192, 65536)),
+    axis("train.recompute", ("none", "full")),
+    axis("train.offload_optimizer", (False,)),
+    axis("rollout.max_seqs", (64,)),
 )
 # GPUs on which everything fits, and on which a part of the space does not.
 GPUS = {"1xH100": 80, "1xH100-28GB": 28, "4xA6000": 48}
@@ -92,9 +91,6 @@ def test_a_space_too_large_to_try_whole_ends_at_the_same_setting(gpus: str) -> N
     assert auto is not None
     reached = choose(predict, SMALL, descent(predict, SMALL, auto), 1)
     assert reached[0].step_s == search(predict, SMALL, 1).finalists[0].prediction.step_s
-    assert all(
-        own.prediction.settings == simplified(predict, SMALL, own.prediction).settings for own in search(predict, SMALL, 3).finalists
-    )
 
 
 def test_a_part_of_the_small_space_does_not_fit() -> None:
@@ -118,11 +114,11 @@ def test_what_the_user_has_set_and_the_algorithm_stay() -> None:
     assert moved and moved <= ALLOWED
     assert moved.isdisjoint({"actor.token_budget", "train.recompute", "rollout.memory_fraction", "rollout.kv_bytes"})
     assert not any(key.startswith(("algorithm.", "cluster.", "model.", "data.", "reward.", "run.")) for key in moved)
+    before = flatten(config)
     for own in axes:
         for choice in own.choices:
-            changed = with_settings(config, dict(choice))
-            differing = {key for key, value in flatten(changed).items() if value != flatten(config)[key]}
-            assert differing <= {key for key, _ in choice}
+            changed = flatten(with_settings(config, dict(choice)))
+            assert {key for key, value in changed.items() if value != before[key]} <= {key for key, _ in choice}
 
 
 def test_nothing_illegal_is_proposed() -> None:
@@ -132,11 +128,11 @@ def test_nothing_illegal_is_proposed() -> None:
     predict = predictor("1xH100")
     assert not predict.legal(refused) and all(predict.legal(choice) for own in axes for choice in own.choices)
     assert all(own.prediction.settings != refused for own in search(predict, axes, 9).finalists)
-    strict = Predictor(
-        config_of(), SHAPE, Cluster.parse("1xH100"), rules=lambda config: ["no"] if config.actor.token_budget == 65536 else []
-    )
-    proposed = [own.knobs.get("actor.token_budget") for own in search(strict, SMALL, 9).finalists]
-    assert 65536 not in proposed and len(proposed) > 1
+    (best,) = search(predictor("1xH100-28GB"), SMALL, 1).finalists
+    refuse_best = lambda config: ["no"] if best.knobs.items() <= flatten(config).items() else []  # noqa: E731
+    strict = Predictor(config_of(), SHAPE, Cluster.parse("1xH100-28GB"), rules=refuse_best)
+    others = search(strict, SMALL, 9).finalists
+    assert best.knobs and others and not any(best.knobs.items() <= own.knobs.items() for own in others)
 
 
 def test_a_run_that_fits_nowhere_has_no_finalist() -> None:

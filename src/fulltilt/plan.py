@@ -1155,8 +1155,9 @@ def costs_in_words(config: Config, facts: Facts, made: Decisions, role: str, cos
         found.append(f"{1e6 * costs.token_s:.3g} us a token and {1e3 * costs.fixed_s:.3g} ms a micro-batch")
     left = in_bytes(max(0, left_by_device(config, facts, made, role)))
     return (
-        f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were measured); "
-        f"the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}, of which auto leaves {HEADROOM:.0%} free"
+        f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were "
+        f"measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}, of which auto leaves "
+        f"{HEADROOM:.0%} free"
     )
 
 

@@ -25,6 +25,7 @@ from fulltilt.observe.metrics import write_whole
 from fulltilt.records import UpdateCosts, UpdatePass
 
 Measure = Callable[[bool], Sequence[UpdatePass]]  # whether seconds are measured, too
+LEAST_TIMED = 4  # passes, with fewer of which seconds are not fitted: there are three coefficients, and noise
 FORM = 1  # of the files in the cache
 
 
@@ -35,6 +36,7 @@ def fit(passes: Sequence[UpdatePass]) -> UpdateCosts:
     """The costs that come closest to what was measured, by relative error."""
     sized = [(own, own.bytes) for own in passes if own.bytes is not None]
     timed = [(own, own.seconds) for own in passes if own.seconds is not None]
+    timed = timed if len(timed) >= LEAST_TIMED else []
     of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized]) if sized else None
     of_time = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [count for _, count in timed]) if timed else None
     found = UpdateCosts(*(of_bytes or [None] * 2), *(of_time or [None] * 3), largest=max((own.tokens for own in passes), default=0))
