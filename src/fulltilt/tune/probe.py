@@ -37,9 +37,11 @@ def fit(passes: Sequence[UpdatePass]) -> UpdateCosts:
     sized = [(own, own.bytes) for own in passes if own.bytes is not None]
     timed = [(own, own.seconds) for own in passes if own.seconds is not None]
     timed = timed if len(timed) >= LEAST_TIMED else []
-    of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized]) if sized else None
-    of_time = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [count for _, count in timed]) if timed else None
-    found = UpdateCosts(*(of_bytes or [None] * 2), *(of_time or [None] * 3), largest=max((own.tokens for own in passes), default=0))
+    nothing: Sequence[float | None] = (None, None, None)
+    of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized]) if sized else nothing
+    of_time = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [count for _, count in timed]) if timed else nothing
+    largest = max((own.tokens for own in passes), default=0)
+    found = UpdateCosts(of_bytes[0], of_bytes[1], of_time[0], of_time[1], of_time[2], largest=largest)
     errors = [abs((found.bytes(own.tokens) or 0) / count - 1) for own, count in sized if count]
     errors += [abs((found.seconds(own.tokens, own.pairs) or 0.0) / count - 1) for own, count in timed if count]
     return replace(found, error=max(errors, default=0.0))
