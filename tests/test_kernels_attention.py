@@ -97,7 +97,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> N
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 64, 70, 129]), min_size=1, max_size=3),
     key_heads=st.integers(1, 2),

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from cases import sample_cases
 
 from fulltilt.algo.advantage import group_mean_whitened, group_relative, leave_one_out
 from fulltilt.memory.host import usable_cores
@@ -743,7 +744,7 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
         assert wait_until_dead(noted_pids(tmp_path)) == []
 
 
-@pytest.mark.parametrize("action", HANGS)
+@pytest.mark.parametrize("action", sample_cases(HANGS, "spin", "stop itself", "detached, hang"))
 def test_a_call_past_its_deadline_is_killed_with_what_it_started(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
     pool = pool_of(f"{bad_file}:score", timeout_s=2.0)
     began = time.monotonic()
@@ -1292,7 +1293,7 @@ def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
 # Retries
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", sample_cases([True, False], True))
 def test_failed_calls_are_tried_again(tmp_path: Path, pool_of: Any, judge: Judge, asynchronous: bool) -> None:
     plain = """
         import os, urllib.request

@@ -96,7 +96,7 @@ def assert_same(found: Path, expected: Path) -> None:
         assert runs.contents(found / "run" / name) == runs.contents(expected / "run" / name)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in ("grpo", "ppo") else [pytest.mark.long]) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "ppo" else [pytest.mark.long]) for case in CASES])
 def test_a_run_is_the_one_whose_samples_pass_through_the_driver(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str
 ) -> None:
