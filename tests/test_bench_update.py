@@ -187,6 +187,7 @@ def test_a_run(folder: Path) -> None:
     assert "no MFU: the arithmetic of cpu is not known" in update.table(found)
 
 
+@pytest.mark.matrix
 def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: Path, plain: dict[str, Any]) -> None:
     packed, padded = plain, measured(folder, "train.packing=false")
     assert packed["pad_tokens"] == 0 < padded["pad_tokens"]

@@ -524,6 +524,7 @@ def test_errors_cannot_control_the_terminal(folder: Path, monkeypatch: pytest.Mo
     assert "\x1b" not in refused.error + broken.error and "\r" not in refused.error + broken.error
 
 
+@pytest.mark.matrix
 def test_the_console_at_80_and_120_columns(folder: Path) -> None:
     """docs/console.md shows the same: one line per step, no line too long, no word broken, a bar that keeps its width."""
     arguments = ("train", "run.toml", "run.steps=3")

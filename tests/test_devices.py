@@ -194,7 +194,9 @@ def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "why_not", lambda key, role, device, **other: why_not(key, role, "cuda", **other))
 
 
-@pytest.mark.parametrize(("shard", "workers"), [("full", 2), pytest.param("hybrid", 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("shard", "workers"), [pytest.param("full", 2, marks=pytest.mark.matrix), pytest.param("hybrid", 4, marks=pytest.mark.long)]
+)
 def test_shards_that_leave_come_back_bit_for_bit(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, offload_anyway: None, shard: str, workers: int
 ) -> None:

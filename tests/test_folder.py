@@ -549,7 +549,7 @@ PPO = ("algorithm.name=ppo", "algorithm.critic_warmup=1", "algorithm.kl_coef=0.0
 
 @pytest.mark.parametrize(
     "options",
-    [("run.keep_best=critic/score/mean",), ("run.keep_best=actor/entropy", *PPO)],
+    [pytest.param(("run.keep_best=critic/score/mean",), marks=pytest.mark.matrix), ("run.keep_best=actor/entropy", *PPO)],
     ids=["not-of-validation", "not-while-the-critic-warms-up"],
 )
 def test_a_metric_of_the_best_need_not_be_there_from_the_beginning(folder: Path, options: tuple[str, ...]) -> None:

@@ -153,6 +153,7 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
         assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.runner.model is parts.worker.actor.model
 
 
+@pytest.mark.matrix
 def test_sft_runs_fused(tmp_path: Path, model_folders: ModelFolders) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("llama-tied"), runs.SFT)
     for name, key in (("fused", FUSED), ("plain", PLAIN)):

@@ -283,6 +283,7 @@ def test_a_knob_that_changes_the_gradient_does_not_hold(small: ProofSetup, monke
     assert record.reason.startswith("gradients differ by ") and record.reason.endswith("; 1e-09 is allowed")
 
 
+@pytest.mark.matrix
 def test_a_role_that_says_something_else_does_not_hold(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     own = roles.token_logprobs
 

@@ -325,6 +325,7 @@ def critic_and_actor(folder: Path, *overrides: str) -> tuple[dict[str, torch.Ten
         return tensors, seen.pieces, seen.passes["critic"]
 
 
+@pytest.mark.matrix
 def test_how_the_critic_is_cut_does_not_show(folder: Path) -> None:
     expected, whole, passes = critic_and_actor(folder)
     assert set(whole["critic"]) == {1} and passes == 2
@@ -678,6 +679,7 @@ def test_a_fixed_weight_is_the_configurations_whatever_was_saved(folder: Path) -
         assert seen.run.rl_step(1)["actor/reward_kl_penalty_coeff"] == 0.3
 
 
+@pytest.mark.matrix
 def test_a_weight_that_follows_its_target_starts_anew_when_it_is_set_anew(folder: Path) -> None:
     def weight(steps: int, *overrides: str) -> float:
         runs.train(folder, *QUICK, *REWARD_KL, f"run.steps={steps}", "algorithm.reward_kl_target=10.0", *overrides)

@@ -112,7 +112,8 @@ def check_same(left: Sequence[Group], right: Sequence[Group]) -> None:
         assert [sample.finish for sample in a.samples] == [sample.finish for sample in b.samples]
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.matrix
+@settings(max_examples=15, deadline=None)
 @given(
     blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99)
 )

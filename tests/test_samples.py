@@ -207,7 +207,7 @@ def test_rows_survive_the_way() -> None:
     assert unpack_rows(memoryview(pack_rows([]))) == [] and unpack_numbers(memoryview(pack_numbers([]))) == []
 
 
-@pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("there", [pytest.param(True, marks=pytest.mark.matrix), pytest.param(False, marks=pytest.mark.long)])
 def test_bytes_through_the_driver_do_not_grow_with_responses(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, there: bool
 ) -> None:

@@ -111,6 +111,7 @@ def test_sizes_that_heads_and_workers_allow() -> None:
     assert sequence_sizes([(4, 4)], 3) == [1]
 
 
+@pytest.mark.matrix
 def test_every_role_has_a_size_of_its_own(
     pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ SHARDED = {
     "full": ("train.shard=full",),
     "hybrid": ("train.shard=hybrid", "train.shard_size=2"),
 }
-QUICK = {("tied", "optimizer", 2), ("ppo", "hybrid", 4)}
+QUICK = {("tied", "optimizer", 2), ("tied", "full", 2)}
 CASES = [
     (model, shard, workers)
     for model in MODELS
@@ -279,7 +279,7 @@ SEQUENCE_MODELS = {
     "several rows": ("qwen2", ("actor.micro_batch=3",)),  # three passes without gradient for two groups, one of which runs a filler
     "few": ("qwen2", ("actor.micro_batch=4",)),  # one micro-batch in a mini-batch
 }
-SEQUENCE_QUICK = {("recompute", "optimizer", 2), ("few", "full", 4)}
+SEQUENCE_QUICK = {("recompute", "optimizer", 2)}
 SEQUENCE_CASES = [
     (model, shard, workers)
     for model in SEQUENCE_MODELS
@@ -390,9 +390,9 @@ FULL, SELECTIVE = Recompute("full"), Recompute("selective")
 ONE_HEAD = {"num_key_value_heads": 1}
 TENSOR_CASES = [
     (tensor.Case("qwen2", 2, tensor.UNEVEN, fused=True), Recompute("full", layers=2, method="uniform")),
-    (tensor.Case("qwen3", 4, ONE_HEAD, adapters=tensor.ALL, fused=True), SELECTIVE),
 ]
 TENSOR_MATRIX = [
+    (tensor.Case("qwen3", 4, ONE_HEAD, adapters=tensor.ALL, fused=True), SELECTIVE),
     (tensor.Case("gemma2", 4, dtype="float32"), FULL),
     (tensor.Case("qwen2", 2, role="critic"), Recompute()),
     *[(tensor.Case(family, 2), FULL) for family in ("llama", "phi3", "qwen3-moe", "mixtral", "qwen2-moe", "gemma3", "granite", "smollm3")],
