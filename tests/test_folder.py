@@ -443,7 +443,7 @@ def values(folder: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in runs.metrics(folder) if name in line}
 
 
-BEST = ("run.eval_every=1", "run.eval_before=false", "run.steps=4", "run.save_every=2", "run.keep=1", "eval.temperature=1.0")
+BEST = ("run.eval_every=1", "run.eval_before=false", "run.steps=6", "run.save_every=3", "run.keep=1", "eval.temperature=1.0")
 
 
 def test_the_best_checkpoint_is_kept_and_survives_a_resume(folder: Path, tmp_path: Path) -> None:
@@ -451,10 +451,10 @@ def test_the_best_checkpoint_is_kept_and_survives_a_resume(folder: Path, tmp_pat
     runs.train(folder, *options)
     lengths = values(folder, "val/response_length/mean")
     best = min(lengths, key=lambda step: (lengths[step], step))
-    assert best_of(folder) == f"step-{best:08d}" and list(runs.checkpoints(folder)) == sorted({best, 4})
+    assert best_of(folder) == f"step-{best:08d}" and list(runs.checkpoints(folder)) == sorted({best, 6})
 
     resumed = runs.make(tmp_path / "resumed", (folder / "model").resolve())
-    runs.train(resumed, *options, "run.steps=3")
+    runs.train(resumed, *options, "run.steps=4")
     runs.train(resumed, *options)
     assert best_of(resumed) == best_of(folder)
     ended = runs.command_here(folder, "eval", "run.toml", "--best", "--json")
