@@ -137,10 +137,15 @@ def test_nothing_illegal_is_proposed() -> None:
 
 def test_a_run_that_fits_nowhere_has_no_finalist() -> None:
     config = configuration.parse({**BASE, "model": {"path": "Qwen2.5-72B"}}, here=False)
-    shape, cluster = named_shape("Qwen2.5-72B"), Cluster.parse("4090")
-    assert search(Predictor(config, shape, cluster), SMALL).finalists == ()
+    predict = Predictor(config, named_shape("Qwen2.5-72B"), Cluster.parse("4090"))
+    assert search(predict, SMALL[:1]).finalists == ()
+
+
+@pytest.mark.long
+def test_that_nothing_fits_is_told() -> None:
+    config = configuration.parse({**BASE, "model": {"path": "Qwen2.5-72B"}}, here=False)
     with pytest.raises(UserError, match="no setting was found with which the run fits"):
-        tuning.predicted(config, shape, cluster, finalists=2, response=None)
+        tuning.predicted(config, named_shape("Qwen2.5-72B"), Cluster.parse("4090"), finalists=2, response=None)
 
 
 def test_the_space_of_several_devices_has_their_layouts() -> None:
