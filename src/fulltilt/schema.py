@@ -798,7 +798,7 @@ class ActorConfig(Section):
     )
     """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
     at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
-    where they fit well, so that the device does not wait for the host."""
+    where they fit well, so that the device does not wait for the host; `run.probe` sizes it by measurement."""
     forward_token_budget: Count = _token_budget(
         aliases="ARR.rollout.log_prob_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing"
     )
