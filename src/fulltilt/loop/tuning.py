@@ -8,31 +8,26 @@ faster than what fulltilt chooses by itself.
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 import fulltilt
 from fulltilt import config as configuration
 from fulltilt.algo.build import build
 from fulltilt.cluster.assembly import RunParts, assemble, torch_as_it_was
-from fulltilt.cluster.checks import choose_device, count_workers, wrong_settings
+from fulltilt.cluster.checks import wrong_settings
+from fulltilt.cluster.here import cluster_here, device_name, devices_of, free_memory, shape_for, wait_for_device
 from fulltilt.cluster.hosts import WorkerError
 from fulltilt.cluster.worker import enough_memory
-from fulltilt.hardware import Accelerator, Cluster, accelerator
+from fulltilt.hardware import Cluster
 from fulltilt.loop.opening import freeze_existing_objects, prober_for
 from fulltilt.loop.run import Progress, Run
-from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.load import read_config, shape_of
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import write_whole
@@ -60,62 +55,9 @@ class Tuning:
     searched: SearchResult
 
 
-# ---- what is here ------------------------------------------------------------------------------------------------------------------------
-
-
-def shape_for(config: Config) -> Shape:
-    folder = Path(config.model.path)
-    return Shape.read(folder) if (folder / "config.json").is_file() else shape_of(read_config(config.model))
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {many(os.cpu_count() or 1, 'core')}"
-
-
-def devices_of(config: Config) -> tuple[torch.device, int]:
-    """The device that a run would use here, and how many of them."""
-    device = choose_device(config.run.device)
-    return device, count_workers(config, device.type) * config.cluster.nodes
-
-
 def here_for(config: Config) -> TunedFor:
     device, count = devices_of(config)
     return tuned_for(config, shape_for(config), device_name(device), count, fulltilt.__version__)
-
-
-def cluster_here(config: Config) -> Cluster:
-    """The devices for the models of memory and time: figures of the table, or measured ones where it has none."""
-    device, count = devices_of(config)
-    workers = max(1, count // config.cluster.nodes)
-    if device.type == "cpu":
-        found = measured_figures(replace(accelerator("CPU"), memory=free_host_bytes() // workers), device)
-        return Cluster(found, count, workers)
-    name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    try:
-        return Cluster(replace(accelerator(name), memory=memory), count, workers)
-    except UserError:
-        return Cluster(measured_figures(replace(accelerator("H100"), name=name, memory=memory), device), count, workers)
-
-
-def measured_figures(base: Accelerator, device: torch.device) -> Accelerator:
-    """The device with the arithmetic and the bandwidth that it shows in a fraction of a second."""
-    on_cuda = device.type == "cuda"
-    side, kind = (4096, torch.bfloat16) if on_cuda else (768, torch.float32)
-    matrix, numbers = torch.ones(side, side, dtype=kind, device=device), torch.ones(2**26 if on_cuda else 2**23, device=device)
-
-    def fastest(work: Callable[[], Any]) -> float:
-        def once() -> float:
-            begin = time.perf_counter()
-            work()
-            if on_cuda:
-                torch.cuda.synchronize(device)
-            return time.perf_counter() - begin
-
-        once()
-        return min(once() for _ in range(3))
-
-    flops, moved = 2 * side**3 / fastest(lambda: matrix @ matrix), 2 * numbers.nbytes / fastest(numbers.clone)
-    return replace(base, flops=flops, matmul_share=1.0, hbm=moved)
 
 
 # ---- the overlay of a run ----------------------------------------------------------------------------------------------------------------
@@ -174,7 +116,7 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
         found = proposals(config, shape, cluster, seen, finalists)
         say(in_words(found))
         auto.predicted_s = found.auto.seconds.total
-        others = [Candidate(own.knobs, own.prediction.seconds.total) for own in found.finalists if own.knobs]
+        others = [Candidate(own.knobs, own.prediction.seconds.total) for own in found.finalists if own.knobs][:finalists]
         take_turns(config, [auto, *others], steps, say)
     candidates = [auto, *others]
     return Tuning(Overlay(winner(candidates).knobs, here, tuple(own.trial() for own in candidates)), found)
@@ -193,7 +135,7 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
     """Search alone, for devices that are not here."""
     found = proposals(config, shape, cluster, response, finalists)
     best = found.finalists[0].knobs if found.finalists else {}
-    others = [own for own in found.finalists if own.knobs]
+    others = [own for own in found.finalists if own.knobs][:finalists]
     trials = [Trial({}, found.auto.seconds.total, failed="" if found.auto.fits else "does not fit")]
     trials += [Trial(own.knobs, own.prediction.seconds.total, peak_gib=own.prediction.most_bytes / GIB) for own in others]
     made = tuned_for(config, shape, cluster.gpu.name, cluster.gpus, fulltilt.__version__)
@@ -206,6 +148,7 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
 
 
 def proposals(config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int) -> SearchResult:
+    """The fastest settings by prediction, `auto` perhaps among them."""
     kind = "cpu" if cluster.gpu.is_cpu else "cuda"
 
     def mistakes(checked: Config) -> list[str]:
@@ -217,7 +160,7 @@ def proposals(config: Config, shape: Shape, cluster: Cluster, response: float | 
     def rules(checked: Config) -> list[str]:
         return [text for text in mistakes(checked) if text not in known]
 
-    return search(Predictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists)
+    return search(Predictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists + 1)
 
 
 def in_words(found: SearchResult) -> str:
@@ -251,9 +194,7 @@ def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
             raise
         candidate.failed = first_line(error)
     finally:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def make_steps(config: Config, candidate: Candidate, count: int) -> None:
@@ -281,8 +222,7 @@ def timed_step(run: Run, step: int) -> tuple[float, Mapping[str, float]]:
     run.console.begin_step(step)
     begin = time.perf_counter()
     metrics = run.rl_step(step) if run.parts.samples else run.sft_step(step)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - begin, metrics
 
 

@@ -32,7 +32,7 @@ from fulltilt.words import in_bytes
 EXHAUSTIVE = 400  # settings that are all predicted; each takes some hundredths of a second
 MOST_ROUNDS = 12
 DIFFERENT = 0.01  # of the fastest step: predictions that are closer do not say which is faster, and finalists are further apart
-NEGLIGIBLE = 0.002  # of a step's seconds: a setting that saves no more is left to `auto`
+NEGLIGIBLE = 0.002  # of a step's seconds: a setting that changes no more is left to `auto`
 LADDER = {"cuda": (4096, 1 << 18), "cpu": (512, 1 << 16)}  # least and most tokens of a micro-batch that are tried
 LEAST_SEQS = 16
 KV_PARTS = (2, 4)  # of what `auto` gives to the KV cache
@@ -346,13 +346,13 @@ def choose(predict: Predictor, axes: Sequence[Axis], found: Iterable[Prediction]
 
 
 def simplified(predict: Predictor, axes: Sequence[Axis], own: Prediction) -> Prediction:
-    """The prediction without settings that save next to nothing."""
+    """The prediction without settings that change next to nothing."""
     found = own
     for each in axes:
         fewer = predict(changed(axes, found.settings, {each.name: ()}))
         if fewer is None or len(fewer.settings) == len(found.settings):
             continue
-        if fewer.fits and fewer.step_s <= own.step_s * (1 + NEGLIGIBLE) and predict.legal(fewer.settings):
+        if fewer.fits and abs(fewer.step_s - own.step_s) <= NEGLIGIBLE * own.step_s and predict.legal(fewer.settings):
             found = fewer
     return found
 
