@@ -114,7 +114,7 @@ def test_no_constant_decides_alone(name: str, factor: float, monkeypatch: pytest
     for table in (DAPO, GRPO):
         rows = [own.row for own in published(table).values()]
         unknown = Lengths(rows[0].run.lengths.most_prompt, rows[0].run.lengths.most_response)
-        read = tables.Table(
+        read = tables.PublishedTable(
             Path(table), tables.with_lengths([replace(row, run=replace(changed(row.run), lengths=unknown)) for row in rows])
         )
         everything += predict(read)

@@ -26,7 +26,7 @@ from fulltilt.cluster.samples import GATHERED
 from fulltilt.observe.metrics import RowSums
 from fulltilt.parallel.layout import Sharding
 from fulltilt.parallel.parcels import pack_numbers, pack_rows, unpack_numbers, unpack_rows
-from fulltilt.parallel.traffic import WHITENING, Exchange, RoleWork, RowTraffic, SequenceWork, Stream, Trip, predict
+from fulltilt.parallel.traffic import WHITENING, RoleWork, RowExchange, RowTraffic, SequenceWork, Stream, Trip, predict
 from fulltilt.records import Row
 from fulltilt.shape import Shape
 
@@ -131,8 +131,8 @@ class Brought:
     sharing: int  # workers that compute a micro-batch together
     streams: list[list[Stream]]  # the micro-batches of each group of them
 
-    def exchange(self, fields: int) -> Exchange:
-        return Exchange(self.trips, fields=fields if self.whole else 0, returns=not self.whole)
+    def exchange(self, fields: int) -> RowExchange:
+        return RowExchange(self.trips, fields=fields if self.whole else 0, returns=not self.whole)
 
     def work(self, shape: Shape, epochs: int) -> RoleWork:
         """The passes, of a role of which nothing but streams is known."""

@@ -38,8 +38,8 @@ from fulltilt.schema import (
     keys,
     legal_values,
     row_of,
+    samples_from_copy,
     sections,
-    shares_parameters,
     shown,
     toml_value,
     value_of,
@@ -633,7 +633,7 @@ def _together(config: Config) -> Iterator[str]:
     values = flatten(config)
     for pair in knobs.TOGETHER:
         one, other = (knobs.FEATURES[name].setting(values) for name in (pair.one, pair.other))
-        allowed = pair.allowed or (pair.if_shared and shares_parameters(config))
+        allowed = pair.allowed or (pair.if_copied and samples_from_copy(config))
         if not allowed and one and other:
             yield f"{one.partition(' ')[0]}: {one} does not go with {other}: {pair.why}. Remove one of them"
 

@@ -20,7 +20,7 @@ from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequ
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
-from fulltilt.schema import Config, shares_model, shares_parameters
+from fulltilt.schema import Config, shares_model
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
@@ -252,6 +252,11 @@ class Facts:
         return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.apart)
 
     @property
+    def samples_from_copy(self) -> bool:
+        """Whether an engine reads a copy of the actor, which stays on the device."""
+        return bool(self.copy_bytes) or self.sharding.parameters or self.sharding.experts > 1
+
+    @property
     def actor(self) -> RoleFacts:
         return self.roles["actor"]
 
@@ -310,8 +315,9 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     if "actor" in facts.roles:
         check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
-    if facts.rollout and config.rollout.cuda_graphs is True and facts.not_captured is not None:
-        reason = f"no graph can hold the model: {facts.not_captured}"
+    missing = why_decoding_has_no_graphs(config, facts)
+    if facts.rollout and config.rollout.cuda_graphs is True and missing:
+        reason = f"no graph can hold the model: {facts.not_captured}" if facts.not_captured else missing
         raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
     check_samples(facts, samples)
     roles = plan_roles(config, facts, kept)
@@ -373,8 +379,9 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
         for layer in set(shape.layers)
     )
     of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
-    captured = uses_graphs(config, facts.device) and not facts.not_captured
-    of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if captured else 0  # with top-k and top-p, and without
+    of_graphs = (
+        0 if why_decoding_has_no_graphs(config, facts) else footprint.GRAPH_BYTES * 2 * len(sizes)
+    )  # with top-k and top-p, and without
     of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
     return found + of_attention + footprint.sampling_bytes(rows, vocabulary) + of_layer + of_graphs + of_trials
 
@@ -477,10 +484,18 @@ def graphs_without_device(config: Config, device: str) -> Iterator[str]:
         )
 
 
-def uses_graphs(config: Config, device: str) -> bool:
-    # Where workers share out parameters, an engine has a whole copy of the actor, which stays where it is.
-    moves = config.train.offload_params is True and not shares_parameters(config)
-    return device == "cuda" and config.rollout.cuda_graphs is not False and not moves
+def uses_graphs(config: Config, device: str, *, copied: bool = False) -> bool:
+    """Whether decoding steps are captured, if a graph can hold the model. `copied`: whether the engine reads a copy of the actor."""
+    return device == "cuda" and config.rollout.cuda_graphs is not False and (copied or config.train.offload_params is not True)
+
+
+def why_decoding_has_no_graphs(config: Config, facts: Facts) -> str | None:
+    """Why no decoding step is captured, in words; None: they are."""
+    if uses_graphs(config, facts.device, copied=facts.samples_from_copy):
+        return facts.not_captured
+    if config.rollout.cuda_graphs is False:
+        return "rollout.cuda_graphs is off"
+    return "the run is on the CPU" if facts.device == "cpu" else "train.offload_params moves the weights that they would read"
 
 
 def releases_memory(config: Config) -> bool:
@@ -731,8 +746,8 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     sharding = facts.sharding_of(role)
     held, shared = model.held(sharding), sharding.parameters
-    # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
-    at_work = updated or ("" if shared or sharding.experts > 1 or facts.copy_bytes else "actor")
+    # In a rollout an engine that reads a copy of the actor needs nothing else.
+    at_work = updated or ("" if facts.samples_from_copy else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
@@ -907,7 +922,7 @@ def choose_division(
     ways = list(ways_to_divide(config, facts, within))
     usual, _ = ways[0]
     autos = [key for key, value in sizes_given(config).items() if value == "auto"]
-    own = bool(facts.roles) and not followers(config, facts, "tensor_parallel")
+    own = bool(facts.roles) and not followers(config, facts)
     if facts.device != "cuda" or facts.sharding.workers == 1 or not autos or own:
         return usual
     if only or len({way for way, _ in ways}) == 1:
@@ -934,9 +949,9 @@ def size_key(config: Config, role: str, name: str) -> str:
     return f"{role}.{name}" if own else f"train.{name}"
 
 
-def followers(config: Config, facts: Facts, name: str) -> dict[str, RoleFacts]:
-    """The roles that have no size of that name of their own, but that of [train]."""
-    return {role: model for role, model in facts.roles.items() if size_key(config, role, name).startswith("train")}
+def followers(config: Config, facts: Facts) -> dict[str, RoleFacts]:
+    """The roles that are divided as [train] says. One with a size of its own, of layers or of experts, is not (`Division.of`)."""
+    return {role: model for role, model in facts.roles.items() if own_sizes(config, role) == (None, None)}
 
 
 def sizes_given(config: Config) -> dict[str, int | str]:
@@ -951,13 +966,8 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
     """All legal divisions, the preferred ones first: nothing is divided, experts are, layers are; each with the smallest rollout groups
     first, because data parallelism beats tensor parallelism there, but before them with an engine that reads the parameters that learn.
     With each, whether it is meant only if the engine does so, without a copy."""
-    tensor, experts, rollout = sizes_given(config).values()
-    pairs = [(unless_auto(tensor, 1), unless_auto(experts, 1))]
-    if experts == "auto" and pairs[0][0] == 1:
-        pairs += [(1, size) for size in expert_sizes(config, facts)]
-    if tensor == "auto" and pairs[0][1] == 1:
-        pairs += [(size, 1) for size in tensor_sizes(config, facts, within)]
-    for of_layers, of_experts in dict.fromkeys(pairs):
+    rollout = config.rollout.tensor_parallel
+    for of_layers, of_experts in dict.fromkeys(pairs_of_sizes(config, facts, within)):
         usual = unless_auto(rollout, of_layers) if facts.rollout else of_layers
         samplers, together = [usual], config.rollout.expert_parallel
         if rollout == "auto" and facts.rollout and "actor" in facts.roles:
@@ -971,14 +981,30 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
         yield from ((Division(of_layers, of_experts, size), False) for size in samplers)
 
 
+def pairs_of_sizes(config: Config, facts: Facts, within: int) -> Iterator[tuple[int, int]]:
+    """Among how many workers layers and experts may be divided, the preferred pairs first. Members that divide layers have some of the
+    experts whole where the number of experts allows it, as in rollouts, because products of parts are narrow; else a part of each."""
+    tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
+    yield unless_auto(tensor, 1), unless_auto(experts, 1)
+    if experts == "auto" and unless_auto(tensor, 1) == 1:
+        yield from ((1, size) for size in expert_sizes(config, facts))
+    if tensor == "auto":
+        whole, parts = (tensor_sizes(config, facts, within, whole_experts=each) for each in (True, False))
+        for size in sorted({*whole, *parts}):
+            yield from [(size, size)] * (size in whole and experts in ("auto", size))
+            yield from [(size, 1)] * (size in parts and experts in ("auto", 1))
+
+
 def evaluates(facts: Facts) -> bool:
     """Whether nothing learns from the actor, as far as its model is known."""
     return "actor" in facts.roles and not facts.actor.trained
 
 
-def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
-    """Sizes that every role's layers may be divided into, and that leave as many workers with the same part as other keys need."""
-    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts, "tensor_parallel")
+def tensor_sizes(config: Config, facts: Facts, within: int, *, whole_experts: bool = False) -> list[int]:
+    """Sizes that the layers of all roles without sizes of their own may be divided into, and that leave as many workers with the same part
+    as other keys need. `whole_experts`: sizes with which each member has some experts whole, where the actor has experts and rollouts
+    may have them so, too."""
+    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts)
     group = {"full": 2, "hybrid": config.train.shard_size or 2}.get(shard, 1)
 
     def legal(size: int) -> bool:
@@ -986,13 +1012,16 @@ def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
         alike = [wrong_sequence_size(config, role, model.shape, rest, size) for role, model in roles.items()]
         return rest >= group and (shard != "hybrid" or rest % group == 0) and not any(alike)
 
-    of_roles = [set(legal_sizes(model.shape, within)) for model in roles.values()]
+    with_experts = [role for role, model in roles.items() if expert_counts(model.shape)]
+    if whole_experts and (not with_experts or ("actor" in roles and "actor" not in with_experts) or config.rollout.expert_parallel == 1):
+        return []
+    of_roles = [set(legal_sizes(model.shape, within, whole_experts=whole_experts)) for model in roles.values()]
     return [size for size in sorted(set.intersection(*of_roles)) if legal(size)] if of_roles else []
 
 
 def expert_sizes(config: Config, facts: Facts) -> list[int]:
-    """Sizes that the experts of every role which has some may be divided into."""
-    roles, workers = followers(config, facts, "expert_parallel"), facts.sharding.workers
+    """Sizes that experts may be divided into, of all roles that have some and no sizes of their own."""
+    roles, workers = followers(config, facts), facts.sharding.workers
     counts = [set(legal_expert_sizes(model.shape, workers)) for model in roles.values() if expert_counts(model.shape)]
     actor = facts.roles.get("actor")
     if config.train.shard == "hybrid" or not counts or (actor and not expert_counts(actor.shape)):
@@ -1279,12 +1308,8 @@ def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets:
 
 
 def graphs_in_words(config: Config, facts: Facts, decode: int, samples: int) -> str:
-    if not uses_graphs(config, facts.device):
-        away = "train.offload_params moves the weights that they would read" if config.train.offload_params is True else ""
-        on_cpu = "the run is on the CPU" if facts.device == "cpu" else away
-        return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else on_cpu)
-    if facts.not_captured:
-        return f"no CUDA graphs: {facts.not_captured}"
+    if missing := why_decoding_has_no_graphs(config, facts):
+        return f"no CUDA graphs: {missing}"
     sizes = footprint.sizes_up_to(most_seqs(config, facts.device, samples))
     return f"CUDA graphs of {many(len(sizes), 'batch size')}, {in_bytes(decode)} for decoding"
 

@@ -567,7 +567,7 @@ class RolloutConfig(Section):
     preempted sample reuses those of its blocks that are still in the cache."""
     cuda_graphs: Switch = _rollout("auto", "kernel launches per decode step", "!ARR.rollout.enforce_eager | !models.policy.enforce_eager")
     """Decode by replaying captured CUDA graphs, so that the host launches no kernels during a step. `true` is an error where no graph can
-    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` is not on.
+    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` does not move what the engine reads.
     Note: enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false."""
     release_memory: Switch = _rollout(
         "auto",
@@ -715,8 +715,8 @@ class TrainConfig(Section):
     the number of workers and of experts. Rollouts have all experts on every worker, or what `rollout.tensor_parallel` and
     `rollout.expert_parallel` say. With `shard` "optimizer" or "full". With `tensor_parallel` it is 1 or the same number: then workers that
     compute a layer together have some of its experts whole, instead of a part of every one, and send nothing in addition. `auto`: 1
-    where the run fits on the devices as `shard` shares it out, else the least with which it does, and 1 with `tensor_parallel`; on a CPU
-    1."""
+    where the run fits on the devices as `shard` shares it out, else the least with which it does. Where `auto` divides layers instead, it
+    is the same number if that of experts allows it. With a `tensor_parallel` that is given, and on a CPU, 1."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""
@@ -748,9 +748,10 @@ class TrainConfig(Section):
         aliases="ARR.actor.{fsdp_config.param_offload,fsdp_config.offload_policy,megatron.param_offload} "
         "| {,models.policy_trainer.}free_gpu_memory.offload_weights",
     )
-    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs, unless workers share out parameters
-    (`train.shard`): then they are on the host in rollouts too, which read a whole copy. `auto`: off. Note: verl's offload_policy streams
-    each layer from the host in every pass; here a role's parameters come once for each of its phases."""
+    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs, unless rollouts read a copy, because
+    workers share out parameters (`train.shard`) or divide them in another way than in rollouts: then they are on the host in rollouts too.
+    `auto`: off. Note: verl's offload_policy streams each layer from the host in every pass; here a role's parameters come once for each of
+    its phases."""
     offload_optimizer: Switch = _offload(
         "auto",
         aliases="ARR.{actor.fsdp_config,actor.megatron,ref.megatron}.optimizer_offload "
@@ -1095,6 +1096,15 @@ class Config(Section):
 def shares_parameters(config: Config) -> bool:
     """Whether workers share out the parameters of models that learn."""
     return config.train.shard in ("full", "hybrid")
+
+
+def samples_from_copy(config: Config) -> bool:
+    """Whether a rollout engine reads a copy of the actor, as far as given keys say: parameters are shared out, experts alone are divided,
+    or the engine's layers or experts are divided in another way."""
+    train, rollout = config.train, config.rollout
+    tensor, experts = (1 if size == "auto" else size for size in (train.tensor_parallel, train.expert_parallel))
+    other = rollout.tensor_parallel not in ("auto", tensor) or rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
+    return shares_parameters(config) or (experts > 1 and tensor == 1) or other
 
 
 def shares_model(config: Config) -> bool:

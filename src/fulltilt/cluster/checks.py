@@ -57,7 +57,18 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, row_of, shares_model, shares_parameters, shown, uses_reward_model, value_of
+from fulltilt.schema import (
+    Config,
+    conditions,
+    keys,
+    row_of,
+    samples_from_copy,
+    shares_model,
+    shares_parameters,
+    shown,
+    uses_reward_model,
+    value_of,
+)
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.user_code import UserCodeError
@@ -526,10 +537,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
-    other = config.rollout.tensor_parallel not in ("auto", tensor)
-    other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
-    of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs
+    of_copy = samples_from_copy(config) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

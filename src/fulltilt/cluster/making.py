@@ -312,7 +312,7 @@ def make_worker(
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
     engine = None
     if sampled:
-        bounds = limits(config, plan.budgets, device, texts.longest)
+        bounds = limits(config, plan.budgets, device, texts.longest, copied=shared.twin is not None)
         context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
         engine = make_engine(config.rollout.engine, context)
     adapters = [describe_adapters(models.actor, shared.parts.get("actor"))] if config.lora.rank and "actor" in models.own else []
@@ -328,7 +328,7 @@ def make_worker(
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*adapters, *notes, *shared.notes()),
+        notes=(*adapters, *notes, *shared.notes(config)),
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,

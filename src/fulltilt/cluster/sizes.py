@@ -241,7 +241,8 @@ def sizing(config: Config, role: str, budget: int) -> MicroSizing:
     return MicroSizing(budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
-def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:
+def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int, *, copied: bool = False) -> EngineLimits:
+    """`copied`: whether the engine reads a copy of the actor."""
     return EngineLimits(
         blocks=budgets.kv_blocks,
         block_tokens=config.rollout.block_tokens,
@@ -249,7 +250,7 @@ def limits(config: Config, budgets: Budgets, device: torch.device, longest_promp
         max_batched_tokens=budgets.max_batched_tokens,
         chunked_prefill=config.rollout.chunked_prefill,
         prefix_sharing=config.rollout.prefix_sharing,
-        cuda_graphs=uses_graphs(config, device.type),
+        cuda_graphs=uses_graphs(config, device.type, copied=copied),
         graphs_required=config.rollout.cuda_graphs is True,
         longest=longest_prompt + longest_response(config),
     )

@@ -17,7 +17,7 @@ import torch
 
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
-from fulltilt.parallel.exchange import Copies, Division, Exchange, copy_all, spread
+from fulltilt.parallel.exchange import Copies, Exchange, PartTransfer, copy_all, spread
 from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.slices import SliceTable, join
@@ -133,10 +133,12 @@ class RolloutCopy:
         for name in learning:
             cut, apart = part is not None and not part.is_whole(name), shards is not None and name in shards.apart
             kinds.setdefault((targets[name].dtype, cut, apart), []).append(name)
-        made: list[tuple[RowLayout, Ranks, torch.dtype, Division]] = []
+        made: list[tuple[RowLayout, Ranks, torch.dtype, PartTransfer]] = []
         self._copies = []
         for (dtype, cut, _), names in kinds.items():
-            division = Division(part.ranks, part.table.cuts, wanted, place) if part and cut else Division(wanted=wanted, place=place)
+            division = (
+                PartTransfer(part.ranks, part.table.cuts, wanted, place) if part and cut else PartTransfer(wanted=wanted, place=place)
+            )
             group = shards.group_of(names[0]) if shards else ALONE
             shapes = {name: division.cuts[name].shape(whole[name], 0) if division.cuts else whole[name] for name in names}
             layout = RowLayout(shapes, group.size, division.ranks.size)

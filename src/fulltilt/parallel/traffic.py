@@ -135,7 +135,7 @@ class Trip:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """Rows that go to the workers that compute with them, for one phase."""
 
     trips: Sequence[Trip]
@@ -148,7 +148,7 @@ class RowTraffic:
     """What goes between workers that hold rows, in a step."""
 
     workers: int  # all of the run
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[RowExchange]
     sums: int = 0  # sums over all workers: whitening takes WHITENING of them, unless all numbers are equal
 
     @property

@@ -137,12 +137,7 @@ class ParameterCounts:
 def parameters(shape: Shape) -> ParameterCounts:
     """Of a whole model."""
     total = sum(shape.parameters_by_kind().values())
-    experts = sum(
-        inner * outer * copies
-        for layer in shape.layers
-        for name, (inner, outer, copies) in shape.products(layer).items()
-        if layer.experts and name.startswith("mlp.experts.")
-    )
+    experts = sum(map(shape.expert_parameters, shape.layers))
     return ParameterCounts(total - experts, experts)
 
 

@@ -63,7 +63,8 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         expert=way.experts,
         shard=sharding.group if sharding.parameters else 1,
     )
-    own, copies = made.roles["actor"] if made else None, sharding.parameters or way.rollout != way.tensor
+    own = made.roles["actor"] if made else None
+    copies = sharding.parameters or way.rollout != way.tensor or sharding.experts > 1
     budgets = made.budgets if made else None
     mini = max(1, algorithm.prompts_per_step // (algorithm.minibatches_per_step or 1))
     run = RunDescription(
@@ -75,7 +76,7 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
         engine=EngineDescription(
             tensor=way.rollout,
             memory_share=engine_share(shape, cluster, made, config, way.rollout, copies),
-            graphs=uses_graphs(config, "cuda"),
+            graphs=uses_graphs(config, "cuda", copied=copies),
             max_seqs=budgets.max_seqs if budgets else 1024,
             sleeps=releases_memory(config),
             own_copy=copies,

@@ -107,7 +107,7 @@ class TableRow:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     path: Path
     rows: Sequence[TableRow]
     skipped: Sequence[str] = ()  # rows that could not be read, and why
@@ -136,7 +136,7 @@ class Prediction:
 # ---- reading -----------------------------------------------------------------------------------------------------------------------------
 
 
-def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> Table:
+def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> PublishedTable:
     """`hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, where the table does not name it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -160,7 +160,7 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
     if not rows:
         raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
     found = with_lengths(rows)
-    return Table(path, [on_hardware(row, hardware) for row in found] if hardware else found, skipped)
+    return PublishedTable(path, [on_hardware(row, hardware) for row in found] if hardware else found, skipped)
 
 
 def on_hardware(row: TableRow, hardware: str) -> TableRow:
@@ -323,7 +323,7 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
 # ---- comparing ---------------------------------------------------------------------------------------------------------------------------
 
 
-def predict(table: Table) -> list[Prediction]:
+def predict(table: PublishedTable) -> list[Prediction]:
     return [Prediction(row, memory_of(row.run), seconds_of(row.run)) for row in table.rows]
 
 
@@ -369,7 +369,7 @@ def ideal_seconds(run: RunDescription) -> float:
 SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
 
 
-def lines(tables: Sequence[Table], predictions: Sequence[Prediction]) -> Iterator[str]:
+def lines(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> Iterator[str]:
     """Prediction beside measurement, as a table for people."""
     for table in tables:
         own = [each for each in predictions if each.row.table == table.path.name]
@@ -414,7 +414,7 @@ def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
             yield text
 
 
-def as_json(tables: Sequence[Table], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def as_json(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> dict[str, Any]:
     rows = [
         {
             "table": own.row.table, "number": own.row.number, "model": own.row.run.shape.model_type, "gpu": own.row.run.gpu.name,
