@@ -17,7 +17,7 @@ from fulltilt.records import UserError
 from fulltilt.words import listed
 
 MIB = 1 << 20
-GPUS_PER_MACHINE = 8  # of the machines that these GPUs are sold in
+GPUS_PER_MACHINE = 8  # as these GPUs are sold
 MOST_MEMORY, MOST_GPUS = 1 << 20, 1 << 20  # GB and GPUs beyond which a number is a mistake
 
 
@@ -33,7 +33,7 @@ class Accelerator:
     host_link: float  # to and from pinned host memory
     gpu_link: float  # to and from the other GPUs of the machine
     network: float  # to and from other machines, each GPU's part of the adapters
-    matmul_share: float = 0.7  # of `flops` that large products reach at the power limit
+    matmul_share: float = 0.7  # share of `flops` that large products reach at the power limit
     driver: str = ""  # a pattern of the name that the driver gives
 
     @property

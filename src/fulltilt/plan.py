@@ -30,18 +30,18 @@ ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
 # Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
 # took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
-BUDGET_SHARE = 0.5  # of the memory left on the device, that an enlarged micro-batch may take
+BUDGET_SHARE = 0.5  # share of the memory left on the device that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
-RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
-SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
+RESERVE = 1 / 5  # share of the device that parameters, gradients and optimizer leave to activations and KV cache, or go to the host
+SLACK = 1 / 16  # share of the device for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
 LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
-CACHED_SAMPLES = 16  # of the longest kind, that a KV cache should hold before `auto` divides a model for rollouts
+CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
@@ -49,7 +49,7 @@ ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the al
 class Budgets:
     """Numbers that execution depends on and results do not. A checkpoint keeps them."""
 
-    threads: int  # of torch on the CPU
+    threads: int  # that torch uses on the CPU
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
@@ -225,7 +225,7 @@ class Facts:
     rollout: bool = True  # False: nothing is sampled
     cores: int = 1  # that torch would use if left alone
     threads_given: bool = False  # by OMP_NUM_THREADS
-    processors: int = footprint.PROCESSORS  # of the device
+    processors: int = footprint.PROCESSORS  # multiprocessors of the device
     free_bytes: int | None = None  # on the device, with models and optimizers in place
     kv_bytes_per_token: int | None = None
     decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
@@ -749,7 +749,7 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     # In a rollout an engine that reads a copy of the actor needs nothing else.
     at_work = updated or ("" if facts.samples_from_copy else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
-    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
+    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # those of shards come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
     twin = facts.copy_bytes or rollout_bytes(model.known_sizes, sharding) if facts.rollout and role == "actor" else 0

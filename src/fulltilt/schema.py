@@ -31,7 +31,7 @@ from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_ESTIMATORS, VERL_LOSS
 from fulltilt.records import EngineName
 from fulltilt.words import either, first_line, printable, shortened
 
-MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
+MOST = 2**31 - 1  # the largest count: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 GroupSize = Annotated[int, Field(ge=1, le=65536)]
@@ -165,7 +165,7 @@ def why_invalid(error: Exception) -> str:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    used_if: ClassVar[tuple[UsedIf, ...]] = ()  # of all its keys, those that they read excepted
+    used_if: ClassVar[tuple[UsedIf, ...]] = ()  # when its keys are used, all but those that these conditions read
     free: ClassVar[bool] = False  # all its keys may differ when a run is resumed
 
     @field_validator("*", mode="before")

@@ -82,7 +82,7 @@ from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, many
 
-NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # of a worker that is alone
+NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # what a worker has that is alone
 
 
 def be_deterministic() -> None:

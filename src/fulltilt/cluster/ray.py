@@ -77,7 +77,7 @@ class ClusterMembership:
     """This process as a part of a Ray cluster."""
 
     own: bool = True  # whether it was joined here, and is left here
-    files: str | None = None  # of a cluster that was started here
+    files: str | None = None  # the folder of a cluster that was started here
 
     def leave(self) -> None:
         if self.own:

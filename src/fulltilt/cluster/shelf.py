@@ -45,7 +45,7 @@ class RowSpec:
     group: int  # place among the step's groups
     sample: int  # place in its group
     reward: float
-    parts: tuple[float, ...]  # of the reward, those that the algorithm asks for
+    parts: tuple[float, ...]  # parts of the reward that the algorithm asks for
     baseline: float | None
     lag: int
 

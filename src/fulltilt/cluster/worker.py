@@ -76,7 +76,7 @@ class UpdateSums:
 class SyncReport:
     seconds: float
     moved_bytes: int  # copied by the engine, or gathered from other workers
-    checksum: str | None  # of some of the weights that the engine samples from; None: no other worker has the same
+    checksum: str | None  # covers some of the weights that the engine samples from; None: no other worker has the same
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class WorkerFacts:
     """What the driver must know of a worker that has just been made."""
 
     plan: Plan
-    sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
+    sizes: Mapping[str, ModelSize]  # by role: its model's, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
     together: Mapping[str, int] = field(default_factory=dict)  # by role: workers that compute each layer together
@@ -206,7 +206,7 @@ class Worker:
     account: Account
     export: Callable[[Path], None]  # writes the actor for others to load
     export_bytes: int  # about how many bytes `export` writes
-    sizes: Mapping[str, ModelSize]  # of each role's model
+    sizes: Mapping[str, ModelSize]  # by role: its model's
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
@@ -214,7 +214,7 @@ class Worker:
     sampling: Ranks = ALONE  # the members that sample together
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
-    version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
+    version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`

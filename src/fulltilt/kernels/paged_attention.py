@@ -87,7 +87,7 @@ def _attend(
     blocks = table + row * table_row
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, 4], tl.float32)  # of the four threads that share a row: thread i has columns 2i and 2i + 1 of every eight
+    total = tl.zeros([ROWS, 4], tl.float32)  # for the four threads that share a row: thread i has columns 2i and 2i + 1 of every eight
     first = tl.arange(0, TILE // 4)[None, None, :] == 0
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     places = tl.arange(0, TILE)

@@ -71,7 +71,7 @@ class Attempts:
         self.path = Path(config.run.dir)
         self.restarts = 0
         self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
-        self._run: Run | None = None  # of the attempt in progress, once its workers are loaded
+        self._run: Run | None = None  # the attempt in progress, once its workers are loaded
 
     def train(self) -> Summary:
         failed_before = 0

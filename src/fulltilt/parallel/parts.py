@@ -116,7 +116,7 @@ class RolloutCopy:
         self.model, self.target = model, target
         self._latest: Callable[[], int] = lambda: 0
         self._exchanges: list[Exchange] = []
-        self._copies: Copies = []  # of parameters that every worker has whole
+        self._copies: Copies = []  # for parameters that every worker has whole
         self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.version = 0
 

@@ -33,7 +33,7 @@ class Ranks:
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: this worker is alone
     beside: int = 1  # workers on this machine, this one included
-    sharing: int = 1  # of them, workers that use this worker's device
+    sharing: int = 1  # workers that use this worker's device
     moved: Counter[str] = field(default_factory=no_bytes)  # bytes of this worker's tensors in collectives, by kind
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these

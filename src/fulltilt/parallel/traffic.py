@@ -103,8 +103,8 @@ class ExpertWork:
     """The micro-batches of a role whose experts are divided among groups of workers (parallel/experts.py), without fillers."""
 
     shape: Shape
-    updates: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all optimizer steps
-    scored: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all phases without gradient
+    updates: Sequence[Sequence[ExpertPass]] = ()  # for each worker, those in all optimizer steps
+    scored: Sequence[Sequence[ExpertPass]] = ()  # for each worker, those in all phases without gradient
     recompute: Recompute = field(default_factory=Recompute)
 
 

@@ -129,7 +129,7 @@ class Scheduler:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_sharing: bool = True
-    most_tokens: int = sys.maxsize  # of a response
+    most_tokens: int = sys.maxsize  # in a response
     more_come: bool = False  # whether prompts may still be added
 
     def __post_init__(self) -> None:

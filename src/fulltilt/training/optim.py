@@ -61,7 +61,7 @@ class Share:
     name: str
     numbers: slice  # within those of the parameter that are this worker's
     parameter: torch.Tensor
-    weights: torch.Tensor  # of the master, or of the parameter where it is its own master
+    weights: torch.Tensor  # the master's, or the parameter's where it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
 

@@ -43,7 +43,7 @@ class TableFacts:
     fused_rope: bool  # where no row says so
     entropy: bool
     graphs: bool
-    memory_share: tuple[float, float] = (0.6, 0.6)  # of an engine: on one machine, and on several
+    memory_share: tuple[float, float] = (0.6, 0.6)  # what an engine takes: on one machine, and on several
     samples: int = 16
     micro_batch: int = 2  # where batches are not dynamic
     forward_micro_batch: int = 4
@@ -99,10 +99,10 @@ class TableRow:
     table: str
     run: RunDescription
     measured: Mapping[str, float]  # seconds of the columns of TIMES that the row has
-    ran_out: bool  # of memory
+    ran_out: bool  # whether memory did not suffice
     ran: bool  # it has a measured number
     layout: str
-    tokens: float | None = None  # of a row, where the table gives them
+    tokens: float | None = None  # tokens of a row, where the table gives them
     mfu: float | None = None
 
 
@@ -334,7 +334,7 @@ class Comparison:
     column: str
     rows: int
     error: float
-    baseline: float  # of one constant share of the peak for each type of GPU, chosen to fit these rows best
+    baseline: float  # the error with one constant share of the peak for each type of GPU, chosen to fit these rows best
     shares: Mapping[str, float] = field(default_factory=dict)  # those constants
 
 
