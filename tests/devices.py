@@ -438,6 +438,20 @@ class Noted:
     gradients: dict[str, list[Whole]] = field(default_factory=dict)  # by role, of each optimizer step, of all workers together
 
 
+def run_once(make: Callable[[str], tuple[Path, Sequence[str]]], pool: Pool) -> Callable[[str], tuple[Path, Noted]]:
+    """A function that gives one step of a case in one process, with its folder, and makes it when the case is first asked for. `make`: the
+    folder and the settings of a case."""
+    made: dict[str, tuple[Path, Noted]] = {}
+
+    def run(case: str) -> tuple[Path, Noted]:
+        if case not in made:
+            folder, settings = make(case)
+            made[case] = folder, pool.train(folder, 1, *settings)[1]
+        return made[case]
+
+    return run
+
+
 class Pool:
     def __init__(self, size: int = SIZE) -> None:
         self._size = size

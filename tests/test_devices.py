@@ -147,16 +147,12 @@ def alone(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, devices.Noted]]:
     """One step of each case in one process."""
-    made: dict[str, tuple[Path, devices.Noted]] = {}
 
-    def run(case: str) -> tuple[Path, devices.Noted]:
-        if case not in made:
-            family, tables, overrides = CASES[case]
-            folder = runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables)
-            made[case] = folder, pool_of_devices.train(folder, 1, *ONE_STEP, *overrides)[1]
-        return made[case]
+    def make(case: str) -> tuple[Path, Sequence[str]]:
+        family, tables, overrides = CASES[case]
+        return runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables), (*ONE_STEP, *overrides)
 
-    return run
+    return devices.run_once(make, pool_of_devices)
 
 
 def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:

@@ -58,6 +58,18 @@ CASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+FAILS_THEN_NAN = """
+calls = 0
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    calls += 1
+    if calls == 1:
+        raise ValueError("the first call fails")
+    return float("nan")
+"""
+
+
 @contextlib.contextmanager
 def apart(pool: Pool) -> Iterator[None]:
     pool.apart = True
@@ -253,10 +265,13 @@ def test_carried_over_groups_are_saved_by_their_workers_and_resume_anywhere(
 
 
 def test_a_reward_that_is_no_number_saves_the_last_step(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    """And the calls that failed before it are written, though the step does not end."""
     folder = make(tmp_path / "folder", model_folders("qwen2"))
+    (folder / "late.py").write_text(FAILS_THEN_NAN)
     with apart(pool_of_devices), pytest.raises(Exception, match="returned nan for a sample"):
-        pool_of_devices.train(folder, 2, *QUIET, "run.steps=2", "reward.function=reward.py:not_a_number")
+        pool_of_devices.train(folder, 2, *QUIET, "run.steps=2", "reward.function=late.py:score", "reward.workers=1")
     assert not pool_of_devices.processes._breakdowns  # the workers live on, and could save
+    assert len(failed_calls(folder)) == 2, "the first call of each worker"
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,17 @@ from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
 from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
+from fulltilt.cluster.worker import (
+    BETWEEN_STEPS,
+    Annotated,
+    Metrics,
+    StopSampling,
+    SyncReport,
+    UpdateSums,
+    Worker,
+    WorkerFacts,
+    enough_memory,
+)
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
 from fulltilt.plan import ROLE_KEYS, Plan, RoleSettings
@@ -154,7 +164,8 @@ class Crew:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
-        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
+        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first. Workers that
+        sample together get the same prompts; the first of them asks. Where the caller stops early, they stop together."""
         size, numbered = len(self._ranks_of("actor")) // self._samplers, list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
@@ -162,16 +173,23 @@ class Crew:
         dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._samplers)]
         args = [(own, sampling, seed, self._version, longest) for own in dealt]
         call = self._start("actor", "generate", args, what="rollout", together=self._samplers > 1)
-        telling = self._ranks_of("actor")[:: self._samplers]
-        for rank, item in call.items():
-            if rank not in telling:  # it says that it is at work
-                continue
-            if isinstance(item, FreeSeats):
-                call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
-            elif isinstance(item, RolloutProgress):
-                self._progress.add(rank, item)
-            else:
-                yield item
+        ranks = self._ranks_of("actor")
+        groups = {ranks[first]: ranks[first : first + self._samplers] for first in range(0, len(ranks), self._samplers)}
+        try:
+            for rank, item in call.items():
+                if rank not in groups:  # it says that it is at work
+                    continue
+                if isinstance(item, FreeSeats):
+                    more = dict(queue.popleft() for _ in range(min(item.groups, len(queue))))
+                    for member in groups[rank]:
+                        call.tell(member, more)
+                elif isinstance(item, RolloutProgress):
+                    self._progress.add(rank, item)
+                else:
+                    yield item
+        finally:
+            for member in ranks if self._samplers > 1 else ():  # one that has answered is told nothing
+                call.tell(member, StopSampling())
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
@@ -358,13 +376,17 @@ class Crew:
     def _bytes(self) -> Counter[str]:
         return Counter({"driver/bytes_out": self.hosts.sent_bytes, "driver/bytes_in": self.hosts.received_bytes})
 
-    def pending_memory(self) -> dict[str, Reading]:
-        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
-        found: list[dict[str, Reading]] = self._all("pending_memory", what="save")
-        return {phase: reading for first, *_ in reversed(self._groups) for phase, reading in found[first].items()}
+    def pending_memory(self) -> list[dict[str, Reading]]:
+        """Memory that was measured on each worker and is in no `metrics` yet, for `restore_memory` in other processes."""
+        return self._all("pending_memory", what="save")
 
-    def restore_memory(self, pending: Mapping[str, Reading]) -> None:
-        self._all("restore_memory", dict(pending), what="set-up")
+    def restore_memory(self, pending: Sequence[Mapping[str, Reading]]) -> None:
+        """Each worker takes up its own; where there were more workers or fewer, every one takes the most of all."""
+        if len(pending) != self.hosts.size:
+            phases = dict.fromkeys(phase for own in pending for phase in own)
+            most = {phase: reduce(Reading.most, [own[phase] for own in pending if phase in own]) for phase in phases}
+            pending = [most] * self.hosts.size
+        self.hosts.start("restore_memory", [(dict(own),) for own in pending], what="set-up").results()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.attention import LayerShape
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
@@ -60,6 +61,7 @@ from fulltilt.parallel.twin import Twin
 from fulltilt.plan import (
     ROLE_KEYS,
     Division,
+    Facts,
     RoleFacts,
     RoleSettings,
     RoleSizes,
@@ -267,43 +269,19 @@ def make_worker(
     why they are, in words."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
-    ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
-    sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
-    whole = shared.rollout or models.actor if sampled else None
-    sharding = replace(sharding, experts=grid.experts.size)
-    of_roles = {
-        role: shared.facts.get(role) or role_facts(model, learns=role in learners, part=shared.parts.get(role))
-        for role, model in models.own.items()
-    }
-    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
-    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
-    facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
-    facts = replace(facts, division=division, divisions=others)
-    if shared.copied and shared.rollout is not None:
-        target = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None
-        copied, part = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target)), shared.parts.get("actor")
-        bucket = bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
-        facts = replace(facts, copy_bytes=copied + bucket)
+    ranks, layers, shared = grid.everyone, member_layers(models.layers, grid.rollout.size), shared or SharedModels()
+    sampled = "rollout" in algorithm.needs and "actor" in models.own
+    facts = facts_of_models(device, models, texts, layers, grids, sharding, shared, learners_of(roles), sampled=sampled)
+    facts = replace(facts, division=division)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
-    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
-    for name in made.roles:
-        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
-    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
-    for name, own in made.roles.items():
-        own.tensor = grids[name].tensor
-        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
-        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
+    join_groups(made.roles, settings, ranks, grids, shared)
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
-    if isinstance(shared.twin, RolloutCopy) and "actor" in made.trainers:
-        optimizer = made.trainers["actor"].optimizer
-        shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
-    if shared.twin:
-        shared.twin.sync()
+    follow_and_sync(shared, models, made.trainers)
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
-    for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
+    for role in reversed(learners_of(roles)):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need(*ROLLOUT_ROLES[shared.twin is not None])
@@ -333,8 +311,55 @@ def make_worker(
         shards=tuple(shared.shards.values()),
         twin=shared.twin,
         sampling=grid.rollout,
+        host_group=grid.rollout.on_host(),
         collect=shared.collect,
     )
+
+
+def facts_of_models(
+    device: torch.device, models: Models, texts: TextFacts, layers: Mapping[int, LayerShape], grids: Mapping[str, Grid], sharding: Sharding,
+    shared: SharedModels, learners: Collection[str], *, sampled: bool,
+) -> Facts:  # fmt: skip
+    """The facts about loaded models, as they are divided and shared out, that the plan is made from. `grids`: for every role."""
+    grid = grids["actor"]
+    sharding = replace(sharding, experts=grid.experts.size)
+    of_roles = {
+        role: shared.facts.get(role) or role_facts(model, learns=role in learners, part=shared.parts.get(role))
+        for role, model in models.own.items()
+    }
+    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
+    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
+    read = (shared.rollout or models.actor) if sampled else None
+    facts = find_facts(device, of_roles, read, layers, models.fused, texts, grid=grid, sharding=sharding)
+    copied = 0
+    if shared.copied and shared.rollout is not None:
+        target, part = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None, shared.parts.get("actor")
+        copied = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target))
+        copied += bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
+    return replace(facts, divisions=others, copy_bytes=copied)
+
+
+def join_groups(
+    roles: Mapping[str, Role], settings: Mapping[str, RoleSettings], ranks: Ranks, grids: Mapping[str, Grid], shared: SharedModels
+) -> None:
+    """Give each role the workers that it computes with. All workers must call it at the same time."""
+    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
+    for name in roles:
+        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
+    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
+    for name, own in roles.items():
+        own.tensor = grids[name].tensor
+        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
+        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
+
+
+def follow_and_sync(shared: SharedModels, models: Models, trainers: Mapping[str, Trainer]) -> None:
+    """Tell the model for the engine what learns, and bring it to the weights that are restored."""
+    if isinstance(shared.twin, RolloutCopy) and "actor" in trainers:
+        optimizer = trainers["actor"].optimizer
+        shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
+    if shared.twin:
+        shared.twin.sync()
 
 
 def learners_of(roles: Collection[str]) -> list[str]:

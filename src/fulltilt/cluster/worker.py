@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +52,8 @@ Metrics = dict[str, float]
 Kept = TypeVar("Kept")
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
+PASSES_BETWEEN_LOOKS = 4  # after so many passes members that sample together tell one another what they were told
+LOOK_S = 0.02  # how long a member that has nothing to sample waits for a message before it asks the others
 ROLLOUT_ROLES = {False: ("actor",), True: ()}  # whose parameters an engine reads, without a twin of the actor and with it
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
@@ -91,6 +93,55 @@ class WorkerFacts:
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+
+
+@dataclass(frozen=True)
+class StopSampling:
+    """Told to members that sample together where nobody reads their samples any more."""
+
+
+class GroupMessages:
+    """The driver's messages to members that sample together, as an inbox. They arrive at different times, and all members act on them
+    before the same pass: when each has its answer, or one of them was told to stop."""
+
+    def __init__(self, inbox: Inbox, members: Ranks) -> None:
+        self._inbox, self._members, self._passes = inbox, members, 0
+        self._answers: deque[Any] = deque()
+        self._told = self._stopped = False
+
+    def halted(self) -> bool:
+        """Whether to stop. Every member asks before each pass."""
+        self._passes += 1
+        if self._passes % PASSES_BETWEEN_LOOKS == 0:
+            self._all_have_an_answer()
+        return self._stopped
+
+    def poll(self) -> list[Any]:
+        return [self._answers.popleft()] if self._all_have_an_answer() else []
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        while not self._stopped:
+            if found := self.poll():
+                return found
+            self._take(self._inbox.wait(LOOK_S))
+        return [{}]  # nothing more comes
+
+    def send(self, item: Any) -> None:
+        self._inbox.send(item)
+
+    def _take(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            if isinstance(message, StopSampling):
+                self._told = True
+            else:
+                self._answers.append(message)
+
+    def _all_have_an_answer(self) -> bool:
+        """All members must call it at the same time."""
+        self._take(self._inbox.poll())
+        told, missing = self._members.most_of_each([self._told, not self._answers])
+        self._stopped = bool(told)
+        return not (told or missing)
 
 
 class PromptQueue:
@@ -212,6 +263,7 @@ class Worker:
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
     twin: Twin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
     sampling: Ranks = ALONE  # the members that sample together
+    host_group: Ranks = ALONE  # the same members, for collectives in main memory
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
@@ -236,8 +288,7 @@ class Worker:
         """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
         bit, no clock may decide who samples what."""
         repeats = self.config.run.deterministic or self.account.device.type == "cpu"
-        # Members who sample together must get the same prompts at the same time.
-        return self.engine is not None and self.engine.can_be_fed and not repeats and self.sampling.size == 1
+        return self.engine is not None and self.engine.can_be_fed and not repeats
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
@@ -284,12 +335,14 @@ class Worker:
         self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         if inbox and self._progress_s is not None:
             self.engine.recorder.tell(inbox.send, self._progress_s)
+        messages = GroupMessages(inbox, self.host_group) if inbox and self.sampling.size > 1 else None
+        self.engine.halted = messages.halted if messages else None
         places, given = list(prompts), list(prompts.values())
         try:
             items: Iterable[Group | FreeSeats]
             if longest_queued:
                 assert inbox
-                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(inbox, places, longest_queued))
+                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(messages or inbox, places, longest_queued))
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:

@@ -260,7 +260,7 @@ def resume_store_and_memory(config: Config, parts: RunParts, folder: RunFolder, 
     """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
-    parts.crew.restore_memory(state.memory)
+    parts.crew.restore_memory(state.memory if isinstance(state.memory, list) else [state.memory])
 
 
 def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: list[str], console: Console) -> Progress:

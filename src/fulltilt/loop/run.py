@@ -592,7 +592,7 @@ class Run:
             with self.crew.phase("save"):
                 self.crew.save(named, folder, beside)
             measured = self.crew.pending_memory()
-            state["memory"] = {phase: asdict(reading) for phase, reading in measured.items() if planned or phase != "save"}
+            state["memory"] = [{phase: asdict(own[phase]) for phase in own if planned or phase != "save"} for own in measured]
             state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin} if planned else {}
             return self.crew.finish_save
 

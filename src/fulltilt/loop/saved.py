@@ -52,7 +52,7 @@ class SavedState(BaseModel):
     files: FileDigests = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
-    memory: dict[str, Reading] = {}
+    memory: list[dict[str, Reading]] | dict[str, Reading] = []  # by phase, of each worker; an older version's checkpoint has the first's
     config: dict[str, Any]
 
 

@@ -66,6 +66,12 @@ class Reading:
     activations: int | None = None  # the most that passes took beyond what was allocated before or after them, with the head's share
     head: int | None = None  # the head's largest temporaries, by its own count
 
+    def most(self, other: Reading) -> Reading:
+        """The larger of each number, as of two workers."""
+        names = ("other", "reserved", "peak", "activations", "head")
+        found = {name: larger(getattr(self, name), getattr(other, name)) for name in names}
+        return Reading(self.held.most(other.held), **found)
+
     def numbers(self) -> dict[str, int | None]:
         on_host = sum(self.held.host.values()) if self.peak is not None else None
         passing = {"peak": self.peak, "activations": self.activations, "head": self.head}

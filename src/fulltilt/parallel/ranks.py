@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -123,6 +123,20 @@ class Ranks:
     def most(self, number: int, device: torch.device) -> int:
         """The largest of all workers' numbers."""
         return -self.least(-number, device)
+
+    def on_host(self) -> Ranks:
+        """The same workers, for `most_of_each`. They must call it at the same time."""
+        if self.group is None or dist.get_backend(self.group) == "gloo":
+            return self
+        group = dist.new_group(self.numbers, backend="gloo", timeout=self.deadline, use_local_synchronization=True)
+        return replace(self, group=group)
+
+    def most_of_each(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all workers' numbers at each place. They go through main memory, and no device waits; their bytes do not count."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if not self.alone:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return [int(each) for each in found]
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         self.moved[kind] += tensor.nbytes

@@ -58,6 +58,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.recorder = Recorder()
         self.listener: Listener | None = None  # told of tokens as they come, by engines that see them
+        self.halted: Callable[[], bool] | None = None  # asked before each pass whether to stop, where several engines run passes together
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:

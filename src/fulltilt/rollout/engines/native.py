@@ -115,6 +115,8 @@ class NativeEngine(Engine):
         ahead: Flight | None = None
         end = time.perf_counter()
         while plan.busy or plan.more_come:
+            if self.halted and self.halted():
+                return
             if not self.decoder.overlaps or not plan.busy:  # the device would not work meanwhile
                 yield from self._hand_over(finished, intake.prompts, stops, call)
             if plan.more_come:
