@@ -507,10 +507,12 @@ def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
 def test_graphs_give_way_to_parameters_that_leave() -> None:
     away = config(train={"offload_params": True})
     assert uses_graphs(config(), "cuda") and not uses_graphs(away, "cuda")
-    assert graphs_in_words(away, plans.facts(), 0, 8) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+    learning = plans.facts(roles={"actor": replace(plans.SMALL, trained=1)})
+    assert graphs_in_words(away, learning, 0, 8) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+    assert graphs_in_words(away, plans.facts(), 0, 8).startswith("CUDA graphs of"), "an evaluation moves nothing"
     demanded = config(train={"offload_params": True, "shard": "full"}, rollout={"cuda_graphs": True})
     with pytest.raises(UserError, match=r"cuda_graphs: true, but train.offload_params moves the weights"):  # one worker shares nothing out
-        make_plan(demanded, plans.facts())
+        make_plan(demanded, learning)
 
 
 def test_graphs_read_a_copy_that_stays_while_parameters_leave() -> None:

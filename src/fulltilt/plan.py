@@ -485,13 +485,14 @@ def graphs_without_device(config: Config, device: str) -> Iterator[str]:
 
 
 def uses_graphs(config: Config, device: str, *, copied: bool = False) -> bool:
-    """Whether decoding steps are captured, if a graph can hold the model. `copied`: whether the engine reads a copy of the actor."""
+    """Whether decoding steps are captured, if a graph can hold the model. `copied`: whether the engine reads a copy of the actor, or
+    nothing learns: then what it reads never leaves the device."""
     return device == "cuda" and config.rollout.cuda_graphs is not False and (copied or config.train.offload_params is not True)
 
 
 def why_decoding_has_no_graphs(config: Config, facts: Facts) -> str | None:
     """Why no decoding step is captured, in words; None: they are."""
-    if uses_graphs(config, facts.device, copied=facts.samples_from_copy):
+    if uses_graphs(config, facts.device, copied=facts.samples_from_copy or evaluates(facts)):
         return facts.not_captured
     if config.rollout.cuda_graphs is False:
         return "rollout.cuda_graphs is off"

@@ -290,7 +290,7 @@ def make_worker(
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
     engine = None
     if sampled:
-        bounds = limits(config, plan.budgets, device, texts.longest, copied=shared.twin is not None)
+        bounds = limits(config, plan.budgets, device, texts.longest, copied=shared.twin is not None or not roles)
         context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
         engine = make_engine(config.rollout.engine, context)
     adapters = [describe_adapters(models.actor, shared.parts.get("actor"))] if config.lora.rank and "actor" in models.own else []

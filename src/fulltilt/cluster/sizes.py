@@ -242,7 +242,7 @@ def sizing(config: Config, role: str, budget: int) -> MicroSizing:
 
 
 def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int, *, copied: bool = False) -> EngineLimits:
-    """`copied`: whether the engine reads a copy of the actor."""
+    """`copied`: whether the engine reads a copy of the actor, or nothing learns."""
     return EngineLimits(
         blocks=budgets.kv_blocks,
         block_tokens=config.rollout.block_tokens,

@@ -84,11 +84,12 @@ def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None
 
 @torch.no_grad()
 def gather_whole(part: ModelPart, name: str, own: torch.Tensor, *, wanted: bool = True) -> torch.Tensor | None:
-    """A whole parameter from the parts of all workers; None where it is not wanted."""
+    """A whole parameter from the parts of all workers; None where it is not wanted. Parts in main memory pass through the device, which the
+    workers' collectives need."""
     ranks, cut = part.ranks, part.table.cuts[name]
     shapes = [cut.shape(part.whole[name], rank) for rank in range(ranks.size)]
     counts = [math.prod(shape) for shape in shapes]
-    memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=own.device)
+    memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=part.device)
     ranks.own(memory)[: own.numel()] = own.reshape(-1)
     ranks.gather(memory)
     rows = zip(memory.view(ranks.size, -1), counts, shapes, strict=True)
