@@ -176,8 +176,11 @@ def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | No
     """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines."""
     found: Counter[str] = Counter()
     for role in roles:
-        found += of_parameters(role, sharding) + of_steps(role, sharding) + of_sync(role, sharding)
-    streams = [sum((of_passes(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
+        found += of_parameters(role, sharding) + of_sync(role, sharding)
+    streams = [
+        sum((of_passes(role, sharding, rank) + of_steps(role, sharding, rank) for role in roles), Counter[str]())
+        for rank in range(sharding.workers)
+    ]
     parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
     apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
     kinds = sorted({kind for own in apart for kind in own})
@@ -196,9 +199,9 @@ def of_parameters(role: RoleWork, sharding: Sharding) -> Counter[str]:
     return of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
 
 
-def of_steps(role: RoleWork, sharding: Sharding) -> Counter[str]:
+def of_steps(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
     """What all workers agree on: in an optimizer step the norm of the gradient, and gradients of numbers that several members of a group
-    hold; where passes wait for other workers, how many there are."""
+    hold, of which a worker may have more rows than another; where passes wait for other workers, how many there are."""
     members = role.tensor.size if role.tensor else 1
     if sharding.workers * members == 1:
         return Counter()
@@ -207,7 +210,8 @@ def of_steps(role: RoleWork, sharding: Sharding) -> Counter[str]:
     if role.tensor:
         rows, shared = lay_out_rows(role.sizes, sharding.group), role.tensor.duplicated * max(4, role.itemsize)
         for place, own in learning(role.sizes):
-            shared += (0 if own.divided else rows.width(str(place)) if sharding.parameters else own.count) * own.wide
+            stretch = rows.own(str(place), rank % sharding.group)
+            shared += (0 if own.divided else stretch.stop - stretch.start if sharding.parameters else own.count) * own.wide
         found += role.batches * shared
     return Counter({"all-reduce": found})
 
