@@ -107,6 +107,7 @@ class Run:
         self.loggers = loggers
         self.on_step = on_step
         self.interrupts = Interrupts(self.crew.hurry)
+        self.crew.budgets.say = console.warn
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         self.folder = folder
         if folder:
@@ -240,7 +241,7 @@ class Run:
     def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
         with self.console.phase(name):
             found = started.finish(rows, report)
-        self.console.seconds[name] = started.call.seconds  # all that it took, not only what others had to wait for it
+        self.console.seconds[name] = started.seconds  # all that it took, not only what others had to wait for it
         return found
 
     def _annotate(self, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
@@ -579,6 +580,7 @@ class Run:
             "first_entropy": self.progress.first_entropy,
             "best": asdict(best) if best else None,
             "budgets": asdict(self.parts.plan.budgets),
+            "changed_budgets": self.crew.budgets.changed,
             "data": self.parts.data_digest,
             "val_data": self.parts.val_digest,
             "data_versions": list(self.parts.train_data.versions),

@@ -1,0 +1,185 @@
+"""Memory that runs out in the middle of a run: the work is done again in smaller pieces, and the run ends with the very parameters of one
+that was not disturbed and had the same budgets; in float64, of one with any budgets. Real runs of a tiny model, with errors on purpose
+(cluster/faults.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from devices import Pool
+
+from fulltilt.batching.pack import MicroSizing
+from fulltilt.cluster.budgets import smaller_budget
+from fulltilt.cluster.faults import VARIABLE
+from fulltilt.records import UserError
+
+ModelFolders = Callable[[str], Path]
+# One mini-batch of 16 samples a step, in several micro-batches. Step 1 is made once; what follows resumes from it.
+SMALL = (
+    "algorithm.minibatches_per_step=1", "actor.token_budget=160", "actor.forward_token_budget=300", "ref.forward_token_budget=300",
+    "run.save_every=1", "run.keep=9", "run.eval_every=0", "run.eval_before=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    folder = runs.make(tmp_path_factory.mktemp("memory") / "folder", model_folders("qwen2"))
+    runs.train(folder, *SMALL, "run.steps=1")
+    return folder
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda faults: monkeypatch.setenv(VARIABLE, faults)
+
+
+def second_step(first: Path, folder: Path, *overrides: str) -> runs.Trained:
+    runs.copy(first, folder)
+    return runs.train(folder, *SMALL, "run.steps=2", *overrides)
+
+
+def assert_same_parameters(one: Path, other: Path) -> None:
+    """With masters, moments and counters."""
+    step = max(runs.checkpoints(one))
+    runs.assert_equal_tensors(runs.checkpoints(one)[step], runs.checkpoints(other)[step])
+
+
+def changed(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = runs.state(runs.checkpoints(folder)[2])["changed_budgets"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "key"),
+    [
+        ("actor.backward:2", "actor.token_budget"),
+        pytest.param("actor.forward:1", "actor.token_budget", marks=pytest.mark.long),
+        pytest.param("actor.forward:3", "actor.token_budget", marks=pytest.mark.long),
+        ("actor.optimizer:1", "actor.token_budget"),
+        ("ref.passes:2", "ref.forward_token_budget"),
+    ],
+)
+def test_work_is_done_again_with_a_smaller_budget(
+    first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, key: str
+) -> None:
+    fail(fault)
+    trained = second_step(first_step, tmp_path / "disturbed")
+    ((name, budget),) = changed(tmp_path / "disturbed").items()
+    line = runs.metrics(tmp_path / "disturbed")[-1]
+    assert line["perf/out_of_memory"] == 1 and line[f"budget/{name}"] == budget
+    assert trained.said.count("out of memory in ") == 1 and f"{name} is lowered from" in trained.said
+
+    fail("")
+    second_step(first_step, tmp_path / "undisturbed", f"{key}={budget}", "run.resume=force")
+    assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
+    expected = runs.metrics(tmp_path / "undisturbed")[-1]
+    assert expected["perf/out_of_memory"] == 0 and f"budget/{name}" not in expected
+    apart = ("perf/out_of_memory", "budget/")
+    one, other = ({n: v for n, v in each.items() if not n.startswith(apart)} for each in (line, expected))
+    assert runs.without_clock([one]) == runs.without_clock([other])
+
+
+@pytest.mark.long
+def test_a_lowered_budget_is_in_the_checkpoint(first_step: Path, tmp_path: Path, fail: Callable[[str], None]) -> None:
+    """A run that resumes after memory ran out ends as one that was not stopped."""
+    fail("actor.backward:2")
+    runs.copy(first_step, tmp_path / "whole")
+    runs.train(tmp_path / "whole", *SMALL, "run.steps=3")
+    second_step(first_step, tmp_path / "stopped")
+    fail("")
+    runs.train(tmp_path / "stopped", *SMALL, "run.steps=3")
+    assert changed(tmp_path / "stopped")
+    assert_same_parameters(tmp_path / "whole", tmp_path / "stopped")
+    assert runs.without_clock(runs.metrics(tmp_path / "whole")) == runs.without_clock(runs.metrics(tmp_path / "stopped"))
+
+
+def test_three_in_a_row_end_the_run(first_step: Path, tmp_path: Path, fail: Callable[[str], None]) -> None:
+    fail("actor.forward:1-3")
+    with pytest.raises(UserError, match=r"out of memory in update-actor 3 times in a row.*Lower actor\.token_budget"):
+        second_step(first_step, tmp_path / "ended")
+    assert list(runs.checkpoints(tmp_path / "ended")) == [1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("actor.decode:1", "max_seqs"), pytest.param("actor.prefill:1", "max_batched_tokens", marks=pytest.mark.long)],
+)
+def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, name: str) -> None:
+    """Samples are those of a run that was not disturbed, token by token, and so are the parameters."""
+    settings = ("rollout.max_seqs=8", "run.resume=force")
+    second_step(first_step, tmp_path / "undisturbed", *settings)
+    fail(fault)
+    trained = second_step(first_step, tmp_path / "disturbed", *settings)
+    assert changed(tmp_path / "disturbed").keys() == {name} and f"{name} is lowered from" in trained.said
+    assert runs.metrics(tmp_path / "disturbed")[-1]["perf/out_of_memory"] == 1
+    found, expected = ([{**row, "logprobs": None} for row in runs.rollouts(tmp_path / each, 2)] for each in ("disturbed", "undisturbed"))
+    assert found == expected
+    assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
+
+
+WORKERS = ("cluster.workers=2", "run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "actor.backward:1@1",
+        pytest.param("actor.forward:2@0", marks=pytest.mark.long),
+        pytest.param("actor.optimizer:1@1", marks=pytest.mark.long),
+    ],
+)
+def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str) -> None:
+    """One of two runs out of memory: no worker makes the optimizer step, and both have the smaller budget from then on."""
+    pool = pool_of_devices
+    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    pool.faults = fault
+    try:
+        trained, noted = pool.train(disturbed, 2, *WORKERS)
+    finally:
+        pool.faults = ""
+    budget = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]["token_budget"]
+    assert f"out of memory in update-actor on worker {fault[-1]}: out of memory on purpose" in trained.said
+    assert noted.digests[0] == noted.digests[1]
+    pool.train(undisturbed, 2, *WORKERS, f"actor.token_budget={budget}")
+    assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["actor.forward:2", "actor.backward:1", "actor.optimizer:1", "ref.passes:1", "actor.decode:1"])
+def test_no_gradient_depends_on_where_memory_ran_out(
+    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], fault: str
+) -> None:
+    """In float64, the parameters of a run with any budgets."""
+    found = []
+    for each in ("", fault):
+        fail(each)
+        folder = runs.make(tmp_path / f"run {each}", model_folders("qwen2"))
+        runs.train(folder, *SMALL, "run.steps=2", "model.dtype=float64")
+        found.append(runs.parameters(runs.checkpoints(folder)[2]))
+    assert max(float((one - found[1][name]).abs().max()) for name, one in found[0].items()) < 1e-9
+    assert all(one.dtype == torch.float64 for one in found[0].values())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "micro_batches", "sizing", "budget"),
+    [
+        ([5, 9, 4, 3], [[1, 0], [2, 3]], MicroSizing(16), 9),
+        ([5, 5, 4, 4], [[0, 1], [2, 3]], MicroSizing(16), 5),
+        ([6, 6, 6, 6], [[0, 1, 2, 3]], MicroSizing(99), 12),
+        ([6, 5, 4, 3], [[0, 1, 2], [3]], MicroSizing(99, packing=False), 9),
+        ([30, 4, 3], [[0], [1, 2]], MicroSizing(16), 4),
+        ([5, 9], [[1], [0]], MicroSizing(9), None),
+        ([5, 9], [[1, 0]], MicroSizing(9, micro_batch=2), None),
+        ([], [], MicroSizing(9), None),
+    ],
+)
+def test_a_smaller_budget(lengths: Sequence[int], micro_batches: list[list[int]], sizing: MicroSizing, budget: int | None) -> None:
+    assert smaller_budget(sizing, lengths, micro_batches) == budget
+    if budget is not None:
+        largest = max(sum(lengths[row] for row in rows) for rows in micro_batches if len(rows) > 1)
+        again = MicroSizing(budget, packing=sizing.packing).schedule(lengths)
+        assert max((sum(lengths[row] for row in rows) for rows in again if len(rows) > 1), default=0) < largest
