@@ -1,4 +1,4 @@
-"""The budgets of a run as they are now: those of its plan, until memory runs out.
+"""The budgets of a run as they are now: those of its plan, until memory runs out or measurements say otherwise.
 
 Enters: the plan's budgets, and where memory ran out. Leaves: how large micro-batches are, and one line for the user about each change.
 Guaranteed: a budget says only which rows are computed together, so no gradient depends on it; one that was lowered stays so, also in a run
@@ -9,7 +9,7 @@ the settings that would help.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from fulltilt.batching.pack import MicroSizing
@@ -54,10 +54,23 @@ class RoleWork:
         return f"update-{self.role}" if self.learns else PHASES_OF_PASSES[self.role]
 
 
+@dataclass(frozen=True)
+class MicroBatchTokens:
+    largest: int  # tokens of the largest micro-batch, of each worker that computes it
+    longest: int  # tokens of the longest row
+
+
+def differing(budgets: Budgets, planned: Budgets) -> dict[str, int]:
+    before = asdict(planned)
+    return {name: size for name, size in asdict(budgets).items() if size != before[name]}
+
+
 class LiveBudgets:
     def __init__(self, config: Config, planned: Budgets, sharing: Mapping[str, int], workers: int) -> None:
         """`sharing`: how many workers compute a role's micro-batch together."""
         self.config, self.planned, self.now = config, planned, planned
+        self.most = planned  # above which no budget is raised: less than planned once memory ran out
+        self.seen: dict[RoleWork, MicroBatchTokens] = {}  # since the caller cleared it
         self.say: Callable[[str], None] = warn
         self.failures = 0  # how often memory ran out and the run went on, since the caller last set it to 0
         self._sharing, self._several = sharing, workers > 1
@@ -65,12 +78,29 @@ class LiveBudgets:
     @property
     def changed(self) -> dict[str, int]:
         """Those that are not as planned, for a checkpoint."""
-        planned = asdict(self.planned)
-        return {name: size for name, size in asdict(self.now).items() if size != planned[name]}
+        return differing(self.now, self.planned)
 
-    def use(self, changed: Mapping[str, int]) -> None:
-        """Go on with other budgets than the planned ones."""
+    @property
+    def lowered(self) -> dict[str, int]:
+        """Those that may not be as large as planned any more, for a checkpoint."""
+        return differing(self.most, self.planned)
+
+    def use(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
+        """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
         self.now = replace(self.now, **changed)
+        self.most = replace(self.most, **(lowered or {}))
+
+    def by_auto(self, work: RoleWork) -> bool:
+        """Whether nobody has set the sizes of these micro-batches."""
+        roles = ("actor", "critic") if work.role == "critic" else (work.role,)  # the critic's follow from the actor's
+        keys = ("micro_batch", "token_budget", "forward_token_budget")
+        return all(getattr(getattr(self.config, role), key, None) in (None, "auto") for role in roles for key in keys)
+
+    def note(self, work: RoleWork, lengths: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> None:
+        """Remember the largest of these micro-batches, which are about to be computed."""
+        members, before = self._sharing.get(work.role, 1), self.seen.get(work, MicroBatchTokens(0, 0))
+        largest = max((sum(lengths[row] for row in rows) for rows in micro_batches), default=0) // members
+        self.seen[work] = MicroBatchTokens(max(before.largest, largest), max(before.longest, max(lengths, default=0) // members))
 
     def sizing(self, work: RoleWork) -> MicroSizing:
         return (update_sizes if work.learns else forward_sizes)(self.config, self.now, self._sharing)[work.role]
@@ -88,7 +118,8 @@ class LiveBudgets:
         sizing, before = self.sizing(work), getattr(self.now, work.budget)
         smaller = smaller_budget(sizing, lengths, micro_batches)
         if smaller is not None:
-            self.use({work.budget: smaller // self._sharing.get(work.role, 1)})
+            smaller //= self._sharing.get(work.role, 1)
+            self.use({work.budget: smaller}, {work.budget: smaller})
             change = f"{work.budget} is lowered from {before} to {getattr(self.now, work.budget)} tokens"
         elif sizing.micro_batch is None:
             change = f"{work.budget} stays at {before} tokens, since every micro-batch has one sample; unused memory is given back"
@@ -103,9 +134,10 @@ class LiveBudgets:
         """Lower the limits of rollout to what engines could keep in memory, by worker. Returns whether anything has changed."""
         self.failures += sum(len(each.failures) for each in found.values())
         before = self.now
-        self.use({name: min([getattr(before, name), *(getattr(each, name) for each in found.values())]) for name in ROLLOUT})
-        if self.now == before:
+        least = {name: min([getattr(before, name), *(getattr(each, name) for each in found.values())]) for name in ROLLOUT}
+        if all(size == getattr(before, name) for name, size in least.items()):
             return False
+        self.use(least, {name: size for name, size in least.items() if size < getattr(before, name)})
         rank, reported = next((rank, each.failures[0]) for rank, each in found.items() if each.failures)
         changes = [
             f"{name} is lowered from {getattr(before, name)} to {getattr(self.now, name)} {unit}"

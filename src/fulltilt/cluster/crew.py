@@ -24,7 +24,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
-from fulltilt.cluster.budgets import PASSES, UPDATES, LiveBudgets, RoleWork
+from fulltilt.cluster.budgets import PASSES, ROLLOUT, UPDATES, LiveBudgets, RoleWork
 from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
 from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
@@ -100,6 +100,7 @@ class Crew:
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self._samplers = facts[0].sampling  # workers that sample together
+        self.device_bytes = min(each.device_bytes for each in facts)  # of a worker's device; 0 on a CPU
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
@@ -114,10 +115,11 @@ class Crew:
     def forward_sizes(self) -> dict[str, MicroSizing]:
         return {role: self.budgets.sizing(RoleWork(role, learns=False)) for role in PASSES}
 
-    def use_budgets(self, changed: Mapping[str, int]) -> None:
-        """Go on with other budgets than the planned ones."""
-        self.budgets.use(changed)
-        self._limit_rollout()
+    def use_budgets(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
+        """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
+        self.budgets.use(changed, lowered)
+        if changed.keys() & ROLLOUT.keys():
+            self._limit_rollout()
 
     def _limit_rollout(self) -> None:
         now = self.budgets.now
@@ -278,6 +280,7 @@ class Crew:
         def begin(done: int) -> WorkerCall:
             sizing = self.budgets.sizing(passes_of_role)
             plan[:] = sizing.schedule(lengths, size)
+            self.budgets.note(passes_of_role, lengths, plan)
             dealt[:] = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
             own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
             given = self._bring(role, field, rows, own, whole=False)
@@ -340,6 +343,7 @@ class Crew:
         def begin(done: int) -> WorkerCall:
             sizing = self.budgets.sizing(work_of_role)
             plans[:] = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
+            self.budgets.note(work_of_role, lengths, itertools.chain.from_iterable(plan.micro_batches for plan in plans))
             costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
             dealt = [distribute(each, size, self.config.train.balance, together=together) for each in costs]
             spreads[:] = [spread(*pair, together=together) for pair in zip(costs, dealt, strict=True)]

@@ -98,6 +98,7 @@ class WorkerFacts:
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+    device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
 
 
 class PromptQueue:
@@ -234,8 +235,9 @@ class Worker:
     def facts(self) -> WorkerFacts:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
-            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
-        )
+            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
+            self.account.device_bytes // self.ranks.sharing,
+        )  # fmt: skip
 
     @property
     def _waits(self) -> bool:

@@ -240,7 +240,10 @@ def keep_changed_budgets(parts: RunParts, state: SavedState) -> None:
     """Go on with the budgets that were changed before the checkpoint, unless all are planned again for other workers."""
     planned = asdict(parts.plan.budgets)
     if all(planned[name] == state.budgets.get(name, 1) for name in LAYOUT):
-        parts.crew.use_budgets({name: size for name, size in state.changed_budgets.items() if name in SIZES})
+        changed, lowered = (
+            {name: size for name, size in each.items() if name in SIZES} for each in (state.changed_budgets, state.lowered_budgets)
+        )
+        parts.crew.use_budgets(changed, lowered)
 
 
 def write_set_up(

@@ -47,6 +47,7 @@ class SavedState(BaseModel):
     best: BestCheckpoint | None = None
     budgets: dict[str, NonNegativeInt]
     changed_budgets: dict[str, NonNegativeInt] = {}
+    lowered_budgets: dict[str, NonNegativeInt] = {}
     data: str
     data_versions: list[str] = []
     val_data: str | None = None
