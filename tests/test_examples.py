@@ -327,7 +327,7 @@ FORMS = {
     r"/SOURCE/(?!reward/)[^/]+/": "/SOURCE/NAME/",
     r"^memory_gib/[^/]+/": "memory_gib/PHASE/",
 }
-ON_A_GPU = {"perf/max_memory_allocated_gb", "memory_gib/reserved"} | {
+ON_A_GPU = {"perf/max_memory_allocated_gb", "memory_gib/reserved", "budget/NAME"} | {
     f"memory_gib/PHASE/{what}" for what in ("peak", "activations", "other", "host")
 }
 

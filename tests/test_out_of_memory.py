@@ -117,8 +117,9 @@ def test_three_in_a_row_end_the_run(first_step: Path, tmp_path: Path, fail: Call
     [("actor.decode:1", "max_seqs"), pytest.param("actor.prefill:1", "max_batched_tokens", marks=pytest.mark.long)],
 )
 def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, name: str) -> None:
-    """Samples are those of a run that was not disturbed, token by token, and so are the parameters."""
-    settings = ("rollout.max_seqs=8", "run.resume=force")
+    """Samples are those of a run that was not disturbed, token by token, and so are the parameters, if the last bits of the engine's
+    log-probs have no weight in the loss."""
+    settings = ("rollout.max_seqs=8", "algorithm.importance_cap=0", "run.resume=force")
     second_step(first_step, tmp_path / "undisturbed", *settings)
     fail(fault)
     trained = second_step(first_step, tmp_path / "disturbed", *settings)

@@ -39,9 +39,18 @@ def install(worker: Worker, faults: str | None = None) -> None:
             raise UserError(f"{VARIABLE}: {text!r} is not ROLE.WHERE:NUMBER, with WHERE one of {', '.join(PLACES)}")
         here = found["worker"] is None or int(found["worker"]) == worker.ranks.number
         if here and found["role"] in worker.roles:
-            first, last = int(found["first"]), int(found["last"] or found["first"])
-            numbers = itertools.count(1)
-            PLACES[found["where"]](worker, found["role"], lambda numbers=numbers, first=first, last=last: first <= next(numbers) <= last)
+            due = Due(int(found["first"]), int(found["last"] or found["first"]))
+            PLACES[found["where"]](worker, found["role"], due)
+
+
+class Due:
+    """Whether it is the turn of a call, of which the first to fail is `first`."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self._numbers = first, last, itertools.count(1)
+
+    def __call__(self) -> bool:
+        return self.first <= next(self._numbers) <= self.last
 
 
 def fail(*_: object) -> None:

@@ -458,9 +458,9 @@ class Run:
         budgets = self.crew.budgets
         for work, tokens in budgets.seen.items() if not metrics["perf/out_of_memory"] else ():
             name = f"{MEMORY}{measure.TIMING_NAMES[work.phase]}"
-            found = [metrics.get(f"{name}/{what}", 0.0) * 2**30 for what in ("peak", "activations")]
+            peak, activations = (metrics.get(f"{name}/{what}", 0.0) * 2**30 for what in ("peak", "activations"))
             before, most = getattr(budgets.now, work.budget), getattr(budgets.most, work.budget)
-            passes = control.MeasuredPasses(*found, tokens.largest, tokens.longest)
+            passes = control.MeasuredPasses(peak, activations, tokens.largest, tokens.longest)
             change = control.follow(before, most, passes, self.crew.device_bytes) if budgets.by_auto(work) else None
             if change:
                 self.crew.use_budgets({work.budget: change.budget})

@@ -170,7 +170,7 @@ class NativeEngine(Engine):
             self.limits,
             blocks=min(limits.kv_blocks, self.most.blocks),
             max_seqs=min(limits.max_seqs, self.most.max_seqs),
-            max_batched_tokens=limits.max_batched_tokens,
+            max_batched_tokens=min(limits.max_batched_tokens, self.most.max_batched_tokens),
         )
 
     def _may_start_over(self) -> bool:
