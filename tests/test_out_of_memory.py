@@ -20,9 +20,11 @@ from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.budgets import smaller_budget
 from fulltilt.cluster.faults import VARIABLE
 from fulltilt.memory.account import Account
-from fulltilt.records import UserError
+from fulltilt.memory.trial import MemoryTrial
+from fulltilt.records import MicroBatch, TokenTerms, UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Policy
 from fulltilt.tune import control
 
 ModelFolders = Callable[[str], Path]
@@ -159,19 +161,66 @@ def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folder
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["actor.forward:2", "actor.backward:1", "actor.optimizer:1", "ref.passes:1", "actor.decode:1"])
+@pytest.mark.parametrize(
+    ("fault", "overrides"),
+    [
+        *((fault, ()) for fault in ("actor.forward:2", "actor.backward:1", "actor.optimizer:1", "ref.passes:1", "actor.decode:1")),
+        # In the third and fourth of four optimizer steps, twice in one mini-batch.
+        ("actor.backward:6-7,actor.optimizer:4", ("algorithm.minibatches_per_step=2", "algorithm.epochs=2", "actor.token_budget=80")),
+        ("critic.passes:1,critic.backward:2,critic.optimizer:2,actor.passes:1", ("algorithm.name=ppo", "algorithm.minibatches_per_step=2")),
+    ],
+)
 def test_no_gradient_depends_on_where_memory_ran_out(
-    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], fault: str
+    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], fault: str, overrides: Sequence[str]
 ) -> None:
     """In float64, the parameters of a run with any budgets."""
     found = []
     for each in ("", fault):
         fail(each)
-        folder = runs.make(tmp_path / f"run {each}", model_folders("qwen2"))
-        runs.train(folder, *SMALL, "run.steps=2", "model.dtype=float64")
+        folder = runs.make(tmp_path / f"run {bool(each)}", model_folders("qwen2"))
+        runs.train(folder, *SMALL, "run.steps=2", "model.dtype=float64", *overrides)
+        assert sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) == count_of(each)
         found.append(runs.parameters(runs.checkpoints(folder)[2]))
     assert max(float((one - found[1][name]).abs().max()) for name, one in found[0].items()) < 1e-9
     assert all(one.dtype == torch.float64 for one in found[0].values())
+
+
+def count_of(faults: str) -> int:
+    return sum(2 if "-" in fault else 1 for fault in filter(None, faults.split(",")))
+
+
+def test_random_numbers_are_drawn_again(
+    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that draws random numbers gets the same ones when its mini-batch is computed again."""
+    terms, drawn = Policy.terms, list[float]()
+
+    def drawing(policy: Policy, micro: MicroBatch) -> TokenTerms:
+        drawn.append(float(torch.rand(())))
+        return terms(policy, micro)
+
+    monkeypatch.setattr(Policy, "terms", drawing)
+    fail("actor.backward:2")
+    runs.train(runs.make(tmp_path / "folder", model_folders("qwen2")), *SMALL, "run.steps=1")
+    assert len(drawn) > 4 and drawn[:2] == drawn[2:4] and len({*drawn}) == len(drawn) - 2
+
+
+def test_what_failed_is_released_before_the_next_try() -> None:
+    """Without a search for garbage: the error that held its frames is gone."""
+    held = []
+
+    def run_out() -> None:
+        filling = torch.ones(10)
+        held.append(weakref.ref(filling))
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
+
+    trial = MemoryTrial(lambda: True)
+    with trial:
+        run_out()
+    assert trial.failure == "CUDA out of memory." and held[0]() is None
+    for error, may_fail in ((ValueError("x"), True), (MemoryError("x"), False)):
+        with pytest.raises(type(error)), MemoryTrial(lambda may_fail=may_fail: may_fail):  # type: ignore[misc]
+            raise error
 
 
 class NewMemory(TorchDispatchMode):
