@@ -42,7 +42,7 @@ MODELS_OF_THE_READER = (
     "runs/gsm8k/sft/checkpoints/step-00000348/model",
 )
 ADAPTER_OF_THE_READER = "adapters/mine"
-OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
+OTHER_PROGRAMS = {"export", "git", "mkdir", "pip", "source"}
 
 
 @dataclass(frozen=True)
