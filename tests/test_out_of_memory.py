@@ -161,6 +161,24 @@ def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folder
 
 
 @pytest.mark.long
+def test_workers_that_hold_samples_recover(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    """On several machines rows are sent again, for smaller micro-batches. Whichever worker fails, all have the smaller budgets."""
+    pool = pool_of_devices
+    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    pool.apart, pool.faults = True, "ref.passes:1@1,actor.backward:1@0"
+    try:
+        pool.train(disturbed, 2, *WORKERS, "ref.forward_token_budget=160")
+        pool.faults = ""
+        changed = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]
+        budgets = (f"actor.token_budget={changed['token_budget']}", f"ref.forward_token_budget={changed['ref_token_budget']}")
+        pool.train(undisturbed, 2, *WORKERS, *budgets)
+    finally:
+        pool.apart, pool.faults = False, ""
+    assert runs.metrics(disturbed)[-1]["perf/out_of_memory"] == 2
+    assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "overrides"),
     [
