@@ -42,7 +42,7 @@ MODELS_OF_THE_READER = (
     "runs/gsm8k/sft/checkpoints/step-00000348/model",
 )
 ADAPTER_OF_THE_READER = "adapters/mine"
-OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
+OTHER_PROGRAMS = {"export", "git", "mkdir", "pip", "source"}
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ FORMS = {
     r"/SOURCE/(?!reward/)[^/]+/": "/SOURCE/NAME/",
     r"^memory_gib/[^/]+/": "memory_gib/PHASE/",
 }
-ON_A_GPU = {"perf/max_memory_allocated_gb", "memory_gib/reserved"} | {
+ON_A_GPU = {"perf/max_memory_allocated_gb", "memory_gib/reserved", "budget/NAME"} | {
     f"memory_gib/PHASE/{what}" for what in ("peak", "activations", "other", "host")
 }
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
+from fulltilt.cluster import faults
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
@@ -161,6 +162,7 @@ def load_worker(
     if not order.roles and order.only is None and division.rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
+    faults.install(worker)
     return worker
 
 

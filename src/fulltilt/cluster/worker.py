@@ -30,6 +30,7 @@ from fulltilt.cluster.hosts import Inbox
 from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
@@ -38,12 +39,12 @@ from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine, FreeSeats, Listener
+from fulltilt.rollout.engine import Engine, FreeSeats, Listener, RolloutLimits
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests, system_error_number, write_trainer
-from fulltilt.training.optim import Optimizer
+from fulltilt.training.optim import Optimizer, StepAbandoned
 from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
@@ -62,6 +63,7 @@ CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor na
 class Annotated:
     numbers: list[np.ndarray]  # for each micro-batch, one number per trained token
     pad_tokens: int  # computed beside the rows' own tokens
+    failure: str | None = None  # what was reported when memory ran out, in which case the other fields mean nothing
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class UpdateSums:
     micro_batches: int
     pad_tokens: int
     seconds: float  # in forward and backward passes, where parameters are shared out with the gathers inside them
+    failure: str | None = None  # what was reported when memory ran out: no worker made the step after these; empty: it was another one
+
+    def __add__(self, later: UpdateSums) -> UpdateSums:
+        counts = (self.micro_batches + later.micro_batches, self.pad_tokens + later.pad_tokens, self.seconds + later.seconds)
+        return UpdateSums([*self.steps, *later.steps], *counts, later.failure)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class WorkerFacts:
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+    device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
 
 
 @dataclass(frozen=True)
@@ -220,10 +228,14 @@ def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
-        what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
-        raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
+        raise out_of_memory(phase, where, first_line(error)) from error.with_traceback(None)
+
+
+def out_of_memory(phase: str | None, where: str, what: str) -> UserError:
+    """An error that names the settings that would help. `what`: what was reported when memory ran out."""
+    remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
+    return UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}")
 
 
 @contextlib.contextmanager
@@ -275,8 +287,9 @@ class Worker:
     def facts(self) -> WorkerFacts:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
-            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
-        )
+            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
+            self.account.device_bytes // self.ranks.sharing,
+        )  # fmt: skip
 
     @property
     def _waits(self) -> bool:
@@ -322,11 +335,12 @@ class Worker:
         version: int,
         longest_queued: int = 0,
         inbox: Inbox | None = None,
-    ) -> Generator[AnyGroup | FreeSeats | None, None, None]:
+    ) -> Generator[AnyGroup | FreeSeats | None, None, RolloutLimits | None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
         this worker holds its samples; None in its place from a member whose group another one tells. The KV cache is given back also where
         the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest prompt that the
-        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
+        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more. Returns how much
+        the engine has in memory at once from now on."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -354,12 +368,18 @@ class Worker:
                 else:
                     yield item
             self.account.look()  # while the KV cache still exists
+            return self.engine.take_limits()
         finally:
             if releases_memory(self.config):
                 self.engine.release()
                 if self.shards and self.account.device.type == "cuda":
                     # Gathers and reductions run in streams of their own, to which torch lends no memory that another stream has freed.
                     torch.cuda.empty_cache()
+
+    def limit_rollout(self, limits: RolloutLimits) -> None:
+        """Have the engine keep no more in memory at once than this."""
+        if self.engine:
+            self.engine.limit(limits)
 
     def rollout_stats(self) -> EngineStats:
         """The engine's statistics of the last `generate`."""
@@ -428,13 +448,19 @@ class Worker:
         self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool, field: str = ""
     ) -> Generator[Done, None, Annotated]:
         """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
-        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds."""
+        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds. Where memory
+        runs out, no number is kept."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
-        found = []
-        for numbers in self._passes(role, micro_batches, field):
-            found.append(numbers)
-            yield len(found), len(micro_batches)
+        found: list[np.ndarray] = []
+        trial = MemoryTrial(lambda: not self._meets_others(self.roles[role]))
+        with trial:
+            for numbers in self._passes(role, micro_batches, field):
+                found.append(numbers)
+                yield len(found), len(micro_batches)
+        if trial.failure is not None:
+            free_unused(self.account.device)
+            return Annotated([], 0, trial.failure)
         pads = sum(micro.pad_tokens for micro in micro_batches)
         if not isinstance(rows, str):
             return Annotated(found, pads)
@@ -460,6 +486,10 @@ class Worker:
 
     def _shards_of(self, role: Role) -> list[Shards]:
         return [shards for shards in self.shards if shards.model is role.model]
+
+    def _meets_others(self, role: Role) -> bool:
+        """Whether other workers take part in the role's passes: if this one gave a pass up, they would wait for it."""
+        return bool(self._shards_of(role)) or role.meets or role.sequence.size > 1 or role.tensor.size > 1
 
     def _passes_of_all(self, role: Role, own: int) -> int:
         """How many passes every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
@@ -493,29 +523,57 @@ class Worker:
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
     def update(
-        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool, done: int = 0
     ) -> Generator[Done | None, None, UpdateSums]:
-        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
-        first told before any parameter changes; None, after a micro-batch, only tells that the worker is at work."""
-        trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
+        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch, except for
+        the first `done` of them, which are made already. Progress is first told before any parameter changes; None, after a micro-batch,
+        only tells that the worker is at work. Where memory runs out, the steps before are kept, and gradients and random generators are as
+        before the mini-batch."""
+        trainer, epochs, device = self.trainers[role], self.config.algorithm.epochs, self.account.device
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
-        trainer.optimizer.begin(updates_before)
+        trainer.optimizer.begin(updates_before + done)
         given = self._given(rows)
-        batches = [pack_plan(given, part, packing=packing) for part in parts]
+        batches = [pack_plan(given, part, packing=packing) for part in parts] * epochs
         found: list[tuple[LossSums, Metrics]] = []
-        seconds = 0.0
-        for batch in batches * self.config.algorithm.epochs:
+        seconds, failure = 0.0, None
+        for batch in batches[done:]:
             passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
-            with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                begin = time.perf_counter()
+            random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer))
+            begin = time.perf_counter()
+            with trial, self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
                 sums = yield from trainer.accumulating(batch, passes)
-                seconds += time.perf_counter() - begin
-            yield len(found), total
-            found.append((sums, trainer.apply()))
-            yield len(found), total
-        micro_batches = [micro for batch in batches * self.config.algorithm.epochs for micro in batch.micro_batches]
-        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds)
+            seconds += time.perf_counter() - begin
+            if trial.failure is None:
+                yield done + len(found), len(batches)
+            else:
+                free_unused(device)
+            metrics = self._apply(trainer, trial)
+            if metrics is None:
+                trainer.optimizer.zero_grad()
+                random.restore(device)
+                free_unused(device)
+                failure = trial.failure
+                break
+            found.append((sums, metrics))
+            yield done + len(found), len(batches)
+        micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
+        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
+
+    def _repeats(self, trainer: Trainer) -> bool:
+        """Whether a mini-batch that ran out of memory can be repeated: no other worker waits inside its passes, and nothing has changed."""
+        meets = self._meets_others(trainer.role) or (trainer.marking is not None and not trainer.optimizer.alone)
+        return not meets and not trainer.optimizer.changing
+
+    def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
+        """The optimizer step; None if memory ran out, on this worker or another one."""
+        alone = trainer.optimizer.alone
+        try:
+            with trial if alone else contextlib.nullcontext():  # of several workers, the others would not know of the error
+                return trainer.apply(failed=trial.failure is not None)
+        except StepAbandoned as end:
+            trial.failure = trial.failure or str(end)
+        return None
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call, and what collectives have moved in a step's phases."""

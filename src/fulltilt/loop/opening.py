@@ -43,6 +43,7 @@ from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_check
 from fulltilt.words import joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
+LAYOUT = ("workers", "parts", "rollout_parts")  # those of a run's sizes that tell how models are divided
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
 
 
@@ -137,6 +138,8 @@ class Attempts:
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
             write_set_up(config, parts, self.folder, state, self.origin, console)
             if found and state:
+                if not changed:
+                    keep_changed_budgets(parts, state)
                 progress = progress_of(parts, found, state, changed, console)
                 resume_store_and_memory(config, parts, self.folder, store, state)
             else:
@@ -231,6 +234,16 @@ def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: 
         console.warn(f"{path / PLAN} is not a plan of this version ({type(error).__name__}: {error}): sizes are planned again")
         return None
     return None if configuration.differences(known, configuration.snapshot(config)) else budgets
+
+
+def keep_changed_budgets(parts: RunParts, state: SavedState) -> None:
+    """Go on with the budgets that were changed before the checkpoint, unless all are planned again for other workers."""
+    planned = asdict(parts.plan.budgets)
+    if all(planned[name] == state.budgets.get(name, 1) for name in LAYOUT):
+        changed, lowered = (
+            {name: size for name, size in each.items() if name in SIZES} for each in (state.changed_budgets, state.lowered_budgets)
+        )
+        parts.crew.use_budgets(changed, lowered)
 
 
 def write_set_up(

@@ -46,6 +46,8 @@ class SavedState(BaseModel):
     first_entropy: float | None = None
     best: BestCheckpoint | None = None
     budgets: dict[str, NonNegativeInt]
+    changed_budgets: dict[str, NonNegativeInt] = {}
+    lowered_budgets: dict[str, NonNegativeInt] = {}
     data: str
     data_versions: list[str] = []
     val_data: str | None = None

@@ -120,6 +120,11 @@ class Account:
         return self._peak if self._counted else None
 
     @property
+    def device_bytes(self) -> int:
+        """The memory of the device; 0 on a CPU."""
+        return torch.cuda.mem_get_info(self.device)[1] if self._counted else 0
+
+    @property
     def peak_reserved_bytes(self) -> int | None:
         """The most memory that the allocator ever took from the device, in use or not; None on a CPU."""
         self._mark()

@@ -26,6 +26,7 @@ from fulltilt.shape import DecoderLayer, Experts, LayerDivision, Recompute, Shap
 
 Reads = Literal["value", "logprob", "entropy"]  # what a pass reads of a token: a critic's number, the log-prob, or that and the entropy
 NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parameter whether it has a gradient
+FAILED = 8  # bytes of what says whether a worker has run out of memory
 ROW_COUNT = 4  # bytes of a number of rows that go to an expert
 PASSES = 8  # bytes of a number of passes that workers agree on, where all must make as many
 COLUMNS, ROUTER = ("o_proj", "down_proj"), "shared_expert_gate"  # projections that tensor parallelism cuts by columns, or leaves whole
@@ -201,12 +202,14 @@ def of_parameters(role: RoleWork, sharding: Sharding) -> Counter[str]:
 
 def of_steps(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
     """What all workers agree on: in an optimizer step the norm of the gradient, and gradients of numbers that several members of a group
-    hold, of which a worker may have more rows than another; where passes wait for other workers, how many there are."""
+    hold, of which a worker may have more rows than another; where passes wait for other workers, how many there are; elsewhere, whether a
+    worker has run out of memory."""
     members = role.tensor.size if role.tensor else 1
     if sharding.workers * members == 1:
         return Counter()
     waits = sharding.parameters or role.experts is not None
     found = role.batches * NORM + (role.batches + len(role.scored)) * PASSES * waits
+    found += role.batches * FAILED * (not waits and not role.tensor)
     if role.tensor:
         rows, shared = lay_out_rows(role.sizes, sharding.group), role.tensor.duplicated * max(4, role.itemsize)
         for place, own in learning(role.sizes):
