@@ -265,8 +265,8 @@ class Facts:
         """Bytes of a token's keys and values that a worker has, which samples with `rollout_parts` others."""
         if self.kv_bytes_per_token is not None:
             return self.kv_bytes_per_token
-        own = LayerDivision(self.rollout_parts).own
-        return sum(2 * own(layer).keys * self.actor.itemsize for layer in self.actor.shape.layers)
+        parts, itemsize = self.rollout_parts, self.actor.itemsize  # heads beyond their number are copies
+        return sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in self.actor.shape.layers)
 
 
 @dataclass(frozen=True)

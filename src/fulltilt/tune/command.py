@@ -13,8 +13,9 @@ from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.settings import preset_of
 from fulltilt.tune import description
-from fulltilt.tune.own import longest_row, own_plan
-from fulltilt.tune.report import PlanReport, report_of
+from fulltilt.tune.own import longest_row
+from fulltilt.tune.report import PlanReport, report_of, report_of_own
+from fulltilt.tune.runners_up import PlannedRun
 from fulltilt.tune.shapes import named_shape
 from fulltilt.tune.tables import as_json, lines, predict, read_table
 from fulltilt.words import many
@@ -41,13 +42,22 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """A run of fulltilt."""
     config = configuration.load(path, overrides, here=False)
+    if missing := not_planned(config):
+        raise UserError(f"plan: {missing}")
     model = named_shape(shape or config.model.path)
     if preset_of(config).rollout:
         check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     else:
         check_response(response, longest_row(config, model), "data.max_tokens")
-    own = own_plan(config, model, cluster_for(config, hardware), response)
-    return report_of(own.run, own.knobs, own.reasons, own.refused)
+    return report_of_own(PlannedRun(config, model, cluster_for(config, hardware), response))
+
+
+def not_planned(config: Config) -> str:
+    """What the models of memory and time leave out of this run, with the remedy; empty: nothing."""
+    engine = config.rollout.engine
+    if engine == "native" or not preset_of(config).rollout:
+        return ""
+    return f'rollout.engine = "{engine}" is not planned, and the figures would be too low. Plan with the native engine'
 
 
 def cluster_for(config: Config, hardware: str | None) -> Cluster:

@@ -46,7 +46,7 @@ from fulltilt.tune.description import BatchDescription, EngineDescription, Role,
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import BF16, parameters
 from fulltilt.tune.shapes import named_shape
-from fulltilt.words import in_bytes, joined, many
+from fulltilt.words import joined, many
 
 HOST_SHARE = 2  # times a GPU's memory, that its machine has as host memory for it (DGX H100: 2 TB for 640 GB)
 PROMPT_TOKENS = 256  # mean of a prompt, at most half of the longest
@@ -352,8 +352,9 @@ def knobs_of(config: Config, teams: Mapping[str, TeamPlan]) -> dict[str, Any]:
     found |= {f"train.{name}": getattr(made.roles["actor"], name) for name in OF_ACTOR}
     found |= {"train.fused_layers": facts.actor.fused, "train.compile": config.train.compile is True}
     budgets = made.budgets
-    found |= {"actor.token_budget": budgets.token_budget, "actor.forward_token_budget": budgets.forward_token_budget}
+    found |= {"actor.token_budget": budgets.token_budget}
     if sampled:
+        found |= {"actor.forward_token_budget": budgets.forward_token_budget}
         found |= {"rollout.kv_bytes": cache_bytes(config, facts, budgets.kv_blocks), "rollout.max_seqs": budgets.max_seqs}
         found |= {"rollout.max_batched_tokens": budgets.max_batched_tokens, "rollout.release_memory": releases_memory(config)}
         found |= {"rollout.cuda_graphs": uses_graphs(with_shard(config, facts.sharding), "cuda")}
@@ -373,6 +374,7 @@ def role_knobs(role: str, keys: Collection[str], team: TeamPlan) -> Iterator[tup
             yield f"{role}.{key}", getattr(team.made.budgets, name)
 
 
+UNDECIDED = "the value that it has unless it is set"
 # Why `auto` has a value that nothing has made it change.
 USUAL = {
     "train.sequence_parallel": "the longest sample fits on one GPU",
@@ -403,17 +405,22 @@ def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str
             found[told[1]] = told[2]
     if why := team.facts.sharding.why:
         found["train.shard"] = why
+    alone = "nothing else works on these GPUs"
     for own in dict.fromkeys(teams.values()):
         assert own.made
+        if len(own.facts.roles) == 1 and "actor" not in own.facts.roles:
+            found[f"{next(iter(own.facts.roles))}.offload_params"] = alone
         of_roles = {("train" if role == "actor" else role, key): text for (role, key), text in own.made.reasons.items() if text}
         found |= {f"{section}.{key}": text for (section, key), text in of_roles.items()}
     if "rollout.kv_bytes" in knobs:
         tokens = knobs["rollout.kv_bytes"] // max(1, team.facts.token_bytes)
-        found["rollout.kv_bytes"] = f"{in_bytes(knobs['rollout.kv_bytes'])}, what is free in rollouts less a reserve: {tokens} tokens"
+        found["rollout.kv_bytes"] = f"what is free in rollouts less a reserve, for {tokens} tokens"
     if "rollout.cuda_graphs" in knobs:
         found["rollout.cuda_graphs"] = "the host launches no kernels in a decode step" if knobs["rollout.cuda_graphs"] else "they cannot be"
     fused = "few kernels a layer, which read and write less" if knobs["train.fused_layers"] else "there are no fused layers for this family"
     found["train.fused_layers"] = fused
+    if len(team.facts.roles) == 1 and not team.facts.copy_bytes and not team.facts.sharding.parameters:
+        found["train.offload_params"] = alone
     lines = {knob: found.get(knob) or usual_reason(knob) for knob in knobs}
     return lines | {knob: "set in the run" for knob in knobs if is_set(config, knob)}
 
@@ -423,4 +430,4 @@ def usual_reason(knob: str) -> str:
     own = USUAL.get(knob) or USUAL.get(f"train.{key}") if section != "rollout" else USUAL.get(knob)
     if knob.endswith("offload_params") and section != "train":
         own = "it fits on the GPU beside the other roles"
-    return own or "the value that it has unless it is set"
+    return own or UNDECIDED

@@ -403,17 +403,17 @@ def copy_seconds(run: RunDescription, whole: int) -> float:
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
     """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
     longest ones end alone."""
-    samples = run.batch.rollout_rows / run.engines
+    samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found: dict[str, float] = {"prefill": prefill_seconds(run)}
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if samples > running:
         full_steps = (samples - running) * mean / running
-        add(found, full_steps, decode_step(run, running, run.lengths.prompt + mean / 2))
+        add(found, full_steps, costs.step(running, run.lengths.prompt + mean / 2))
     before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rollout_rows)]
     for place, length in enumerate(lengths):
         alive = max(1.0, running * (1 - place / (len(lengths) - 1)))
-        add(found, length - before, decode_step(run, alive, run.lengths.prompt + (before + length) / 2))
+        add(found, length - before, costs.step(alive, run.lengths.prompt + (before + length) / 2))
         before = length
     return PhaseSeconds(found)
 
@@ -430,35 +430,57 @@ def concurrency(run: RunDescription) -> float:
     return max(1.0, min(float(run.engine.max_seqs), held))
 
 
-def decode_step(run: RunDescription, running: float, context: float) -> dict[str, float]:
-    """Seconds of one step with so many samples, by cause."""
-    shape, gpu, parts, system = run.shape, run.gpu, run.engine.tensor, run.system
-    bandwidth = gpu.hbm * c.HBM_SHARE
-    weights = read_weights(shape, running) / parts
-    size = model_size(shape)
-    reading = BF16 * weights / bandwidth
-    computing = 2 * (size.layer_weights + size.head_weights) * running / parts / (gpu.flops * gpu.matmul_share)
-    keys = running * context * shape.kv_bytes_per_token(BF16) / kv_parts(run) / bandwidth
-    sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
-    found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
-    if parts > 1:
-        moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
-        found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
-    on_device = sum(found.values())
-    if not run.engine.graphs:
-        found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
-    found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
-    return found
+@dataclass(frozen=True)
+class DecodeCosts:
+    """What one of an engine's decode steps takes of its GPU, as far as it does not depend on the samples."""
+
+    run: RunDescription
+    shared: float  # numbers that a step reads in any case, on each GPU
+    experts: float  # numbers of all experts, on each GPU
+    routed: float  # the share of experts that a sample is sent to
+    multiplied: float  # numbers that a token is multiplied with, on each GPU
+    token_bytes: float  # of keys and values, on each GPU
+
+    @staticmethod
+    def of(run: RunDescription) -> DecodeCosts:
+        shape, parts, counts, size = run.shape, run.engine.tensor, parameters(run.shape), model_size(run.shape)
+        experts = next((layer.experts for layer in shape.layers if layer.experts), None)
+        shared = counts.shared - (0 if shape.tied else shape.vocabulary * shape.width)
+        return DecodeCosts(
+            run,
+            shared=shared / parts,
+            experts=counts.experts / parts,
+            routed=experts.active / experts.count if experts else 0.0,
+            multiplied=(size.layer_weights + size.head_weights) / parts,
+            token_bytes=shape.kv_bytes_per_token(BF16) / kv_parts(run),
+        )
+
+    def step(self, running: float, context: float) -> dict[str, float]:
+        """Seconds of one step with so many samples, by cause. Of experts it reads those that any of the samples is sent to."""
+        run, shape, gpu, parts, system = self.run, self.run.shape, self.run.gpu, self.run.engine.tensor, self.run.system
+        bandwidth = gpu.hbm * c.HBM_SHARE
+        reading = BF16 * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
+        computing = 2 * self.multiplied * running / (gpu.flops * gpu.matmul_share)
+        keys = running * context * self.token_bytes / bandwidth
+        sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
+        found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
+        if parts > 1:
+            moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
+            found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
+        on_device = sum(found.values())
+        if not run.engine.graphs:
+            found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
+        found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
+        return found
 
 
 def read_weights(shape: Shape, running: float) -> float:
-    """Weights that a step reads: of experts, those that any of the samples is sent to."""
+    """Weights that a step with so many samples reads."""
     counts = parameters(shape)
-    total = float(counts.shared - (0 if shape.tied else shape.vocabulary * shape.width))
-    layer = next((layer for layer in shape.layers if layer.experts), None)
-    if layer is not None and layer.experts is not None:
-        total += counts.experts * (1 - (1 - layer.experts.active / layer.experts.count) ** running)
-    return total
+    experts = next((layer.experts for layer in shape.layers if layer.experts), None)
+    routed = experts.active / experts.count if experts else 0.0
+    tables = 0 if shape.tied else shape.vocabulary * shape.width
+    return counts.shared - tables + counts.experts * (1 - (1 - routed) ** running)
 
 
 def prefill_seconds(run: RunDescription) -> float:
