@@ -47,7 +47,7 @@ from fulltilt.tune.shapes import named_shape
 Backend = Literal["megatron", "fsdp"]
 LAYOUT_WORDS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
-    "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
+    "usp": "sequence", "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
 }  # fmt: skip
 # Keys of a description that are fields of a `RunDescription`; [model] and [train] share them.
 OF_RUN = (

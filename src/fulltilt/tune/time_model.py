@@ -18,6 +18,7 @@ from functools import cache
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
+from fulltilt.plan import CACHED_SAMPLES
 from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RunDescription
@@ -424,8 +425,10 @@ def add(found: dict[str, float], steps: float, causes: Mapping[str, float]) -> N
 
 
 def concurrency(run: RunDescription) -> float:
-    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length."""
-    cache = max(0, memory_of(run).kv_bytes) * kv_parts(run)
+    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length. One that does not fit
+    is timed as if it had a small cache."""
+    memory = memory_of(run)
+    cache = (memory.kv_bytes if memory.engine_starts else CACHED_SAMPLES * memory.sample_kv_bytes) * kv_parts(run)
     held = cache / (run.shape.kv_bytes_per_token(BF16) * run.lengths.mean)
     return max(1.0, min(float(run.engine.max_seqs), held))
 
