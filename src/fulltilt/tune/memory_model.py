@@ -199,7 +199,8 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
     tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 or not run.vocabulary_head else 2)
     outside = shape.vocabulary * shape.width * (1 if shape.tied else 2)
     expert_parts = layout.expert * (layout.expert_tensor if layout.expert_tensor > 1 or layout.expert > 1 else layout.tensor)
-    return ParameterCounts((stage.shared - outside + tables) // layout.tensor, stage.experts // expert_parts)
+    scoring = 0 if run.vocabulary_head else shape.width + 1
+    return ParameterCounts((stage.shared - outside + tables) // layout.tensor + scoring, stage.experts // expert_parts)
 
 
 def held_bytes(run: RunDescription) -> dict[str, int]:
