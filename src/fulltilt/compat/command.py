@@ -185,6 +185,11 @@ def from_chatlearn(
     path: Path, arguments: Sequence[str], seen: Surroundings, *, retune: bool = False, environment: Mapping[str, str] | None = None
 ) -> Translation:
     """The run that a configuration of ChatLearn's asks for."""
+    if path.suffix == ".sh":
+        remedy = (
+            "Give the configuration that it names behind --config-file, and its overrides: fulltilt chatlearn grpo_fsdp.yaml KEY=VALUE ..."
+        )
+        raise UserError(f"{path}: scripts of ChatLearn's are not read. {remedy}")
     given = {**hydra.read_yaml(path), **hydra.overrides(list(arguments))}
     values = hydra.resolved(given, CHATLEARN.defaults.get, environment)
     return translate(CHATLEARN, values, "chatlearn", seen, retune=retune)

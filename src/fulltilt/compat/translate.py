@@ -367,7 +367,7 @@ class Draft:
         for key, of in (("model.path", "the model"), ("data.train", "the training data")):
             if key not in self.values:
                 self.mistakes.append(f"{key}: missing, and every run needs it: {of}")
-        self.mistakes += [text for _, text in self._rules()]
+        self.mistakes += [text for key, text in self._rules() if key not in self.pending]
 
     def _drop(self, found: Iterator[tuple[str, Outcome]]) -> bool:
         """Take keys out, and answer the keys of the user that set them accordingly. Whether there were any."""
