@@ -356,8 +356,8 @@ def test_verls_checkpoint_in_place_of_a_model(run: dict[str, dict[str, Any]], tm
     assert told.endswith(f"has no config.json. Give the folder of the checkpoint's model: {meant}")
     assert not mistakes_of(run, f"model.path={meant}")
     (tmp_path / meant / "model.safetensors").unlink()  # verl always saves configuration and tokenizer there, but weights only if asked
-    for given in (meant, "ckpt/global_step_100", "ckpt/global_step_100/actor"):
-        (told,) = mistakes_of(run, f"model.path={given}")
+    for path in (meant, "ckpt/global_step_100", "ckpt/global_step_100/actor"):
+        (told,) = mistakes_of(run, f"model.path={path}")
         assert "verl's FSDP shards" in told and "verl.model_merger merge --backend fsdp --local_dir ckpt/global_step_100/actor" in told
 
 

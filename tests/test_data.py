@@ -1342,10 +1342,10 @@ def test_a_column_may_be_inside_another(tmp_path: Path, tokenizer: PreTrainedTok
     ]
     file = write_lines(tmp_path / "a.jsonl", rows)
     config = data(prompt_key="extra_info.question", response_key="extra_info.answer")
-    assert [prompt.text for prompt in load_prompts(file, tokenizer, config).items] == ["2+3=", "1+1="]
+    assert [prompt.text for prompt in load_prompts(file, tokenizer, config).items] == ["<s>2+3=", "<s>1+1="]
     loaded = load_sft(file, tokenizer, config)
     assert [tokenizer.decode(row.ids[row.mask]) for row in loaded.items] == ["5</s>", "2</s>"]
-    with pytest.raises(UserError, match="no 'extra_info.gone'"):
+    with pytest.raises(UserError, match=r"no 'extra_info\.gone'"):
         load_prompts(file, tokenizer, data(prompt_key="extra_info.gone"))
 
 
