@@ -277,6 +277,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.matrix
 def test_a_run_beside_transformers(folder: Path) -> None:
     asked = ["--device", "cpu", "--against", "hf", "--model", "model", "--prompts", "2", "--samples", "2", "--repeats", "2", "--seed", "1"]
     ended = runs.command_here(folder, "bench", "rollout", *asked, "--json", "--out", "found.json")
@@ -344,7 +345,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
         ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
         ({"against": "hf,sglang"}, "unknown peer 'sglang'; choose from vllm, hf"),
         ({"device": "tpu"}, "--device tpu"),
-        ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
+        ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, 2.7B-A0.5B, small) nor a folder"),
         *(
             ({name: value}, f"--{name} {value}: give a finite number above 0")
             for name in ("bandwidth", "flops")
