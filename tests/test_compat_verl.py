@@ -580,6 +580,8 @@ def test_values_that_are_not_needed_may_stay_unknown() -> None:
     text = "NOW=$(date)\nD=${DEVICE:-$(which x)}\n[ -f env.sh ] && source env.sh\npython3 -m verl.trainer.main_ppo a=1"
     assert shell.read(text, [], {}).arguments == ("a=1",)
     assert shell.read("python3 -m verl.trainer.main_ppo a=${X:-$(date)}", [], {"X": "5"}).arguments == ("a=5",)
+    assert shell.read("CMD='python3 -m verl.trainer.main_ppo a=1'\nCMD+=' b=2'\neval $CMD", [], {}).arguments == ("a=1", "b=2")
+    assert shell.read('N=3\ndocker exec x bash -lc "python3 -m verl.trainer.main_ppo a=$N"', [], {}).arguments == ("a=3",)
 
 
 HELPERS = """log() { echo "$*"; }

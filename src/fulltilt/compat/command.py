@@ -42,6 +42,7 @@ class Program:
 PROGRAMS: Mapping[str, Program] = {
     "verl.trainer.main_ppo": Program(PPO, {}),
     "verl.trainer.main_ppo_sync": Program(PPO, {}),
+    "verl.trainer.main_ppo_v0": Program(PPO, {}),
     "recipe.dapo.main_dapo": Program(PPO, DAPO),
     "recipe.dapo.src.main_dapo": Program(PPO, DAPO),
     "verl.trainer.fsdp_sft_trainer": Program(SFT, {}),

@@ -440,6 +440,9 @@ class Script:
     def _launch(self, words: list[Word]) -> None:
         """Keep the command if it starts a trainer of verl's."""
         pieces = self._pieces(words)
+        if text := text_of_command(pieces):
+            self._inside(text, words[0].line)
+            return
         for place, piece in enumerate(pieces):
             module = (
                 place + 1 < len(pieces) and piece == "-m" and isinstance(pieces[place + 1], str) and TRAINER.fullmatch(pieces[place + 1])
@@ -456,6 +459,16 @@ class Script:
                 raise UserError("\n".join(each.told for each in dict.fromkeys(unknown)))
             self.launches.append(Launch(program, tuple(before), tuple(rest), words[0].line))
             return
+
+    def _inside(self, text: str, line: int) -> None:
+        """Follow the text of `eval` or `bash -c`."""
+        if self.calls >= MOST_CALLS:
+            raise wrong(line, "commands within commands are not followed this deep. Give the arguments of the run themselves")
+        self.calls += 1
+        try:
+            self.follow([Word(word.text, line + word.line - 1) for word in tokens(text)])
+        finally:
+            self.calls -= 1
 
     def _without_overridden(self, pieces: list[Any]) -> list[Any]:
         """Arguments without unknown values of keys that are given again behind them."""
@@ -667,6 +680,17 @@ class Script:
             return value(tree)
         except (ZeroDivisionError, RecursionError):
             raise NotKnown(Unknown(line, f"$(({shortened(text, 60)})) has no value")) from None
+
+
+def text_of_command(pieces: Sequence[Any]) -> str:
+    """What `eval` or `bash -c` would run; empty: neither."""
+    if pieces and pieces[0] == "eval" and all(isinstance(each, str) for each in pieces):
+        return " ".join(pieces[1:])
+    for place, piece in enumerate(pieces[:-2]):
+        three = [piece, *pieces[place + 1 : place + 3]]
+        if all(isinstance(each, str) for each in three) and re.fullmatch(r"(?:.*/)?(?:ba|z)?sh -[a-z]*c", " ".join(three[:2])):
+            return str(three[2])
+    return ""
 
 
 def begins_command(words: Sequence[Word], place: int) -> bool:
