@@ -353,7 +353,7 @@ class DataConfig(Section):
     """SFT rows with more tokens than this, prompt and response together, are skipped; the number skipped is reported. Left out: a row may
     have as many tokens as the model has positions, and a longer one is an error."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages, or a string."""
+    """Column with the prompt: a list of messages, or a string. `extra_info.question`: what the objects of a column have under a name."""
     response_key: str = row("response", used_if=_if_supervised)
     """Column with the response of an SFT row."""
     messages_key: str = row("messages", used_if=_if_supervised)
@@ -857,7 +857,17 @@ class CriticConfig(Section):
     path: str | None = row(None, names="model")
     """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
     lr: LearningRate = 1e-5
-    """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
+    """Peak learning rate of the critic. Optimizer settings that are not here are those of `[train]`."""
+    schedule: Literal["constant", "linear", "cosine"] | None = row(None)
+    """As `train.schedule`. Left out: as in `[train]`."""
+    warmup_steps: NotNegative | None = row(None)
+    """As `train.warmup_steps`. Left out: as in `[train]`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = row(None)
+    """As `train.min_lr_ratio`, of `critic.lr`. Left out: as in `[train]`."""
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] | None = row(None)
+    """As `train.weight_decay`. Left out: as in `[train]`."""
+    clip_grad: Weight | None = row(None)
+    """As `train.clip_grad`. Left out: as in `[train]`."""
     packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
     """Pack samples side by side. Left out: as in `[train]`."""
     recompute: Recompute | None = _checkpointing(None, aliases="critic.model.enable_gradient_checkpointing")

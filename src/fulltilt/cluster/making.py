@@ -416,7 +416,10 @@ def make_roles(
         rest = shared.shards["actor"].rest if "actor" in shared.shards else None
         trainers["actor"] = Trainer(actor, algorithm.loss, marking(algorithm.marks, actor, grids["actor"].everyone), rest)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
-        of_critic = config.train.model_copy(update={"lr": config.critic.lr})
+        own = {
+            name: getattr(config.critic, name) for name in ("lr", "schedule", "warmup_steps", "min_lr_ratio", "weight_decay", "clip_grad")
+        }
+        of_critic = config.train.model_copy(update={name: value for name, value in own.items() if value is not None})
         optimizer = optimizer_of("critic", model, of_critic, total, settings["critic"], keeps_parameters=True)
         roles["critic"] = critic = Critic("critic", model, optimizer)
         trainers["critic"] = Trainer(critic, algorithm.value_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.records import UserError
-from fulltilt.schema import Config
+from fulltilt.schema import Config, shown
 from fulltilt.settings import preset_of
 from fulltilt.tune import description
 from fulltilt.tune.own import longest_row
@@ -41,7 +41,10 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
 
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """A run of fulltilt."""
-    config = configuration.load(path, overrides, here=False)
+    return planned_config(configuration.load(path, overrides, here=False), hardware, shape, response)
+
+
+def planned_config(config: Config, hardware: str | None, shape: str | None = None, response: float | None = None) -> PlanReport:
     if missing := not_planned(config):
         raise UserError(f"plan: {missing}")
     model = named_shape(shape or config.model.path)
@@ -50,6 +53,39 @@ def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: s
     else:
         check_response(response, longest_row(config, model), "data.max_tokens")
     return report_of_own(PlannedRun(config, model, cluster_for(config, hardware), response))
+
+
+def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[str, Any], list[str]]:
+    """The plans of several configurations of one run, as JSON and as a table: seconds of each phase, and the knobs that differ."""
+    reports: dict[str, PlanReport] = {}
+    mistakes: dict[str, str] = {}
+    for name, config in configs.items():
+        try:
+            reports[name] = planned_config(config, hardware)
+        except UserError as error:
+            mistakes[name] = str(error)
+    lines = [f"{name}: {mistake}" for name, mistake in mistakes.items()]
+    if reports:
+        cluster = next(iter(reports.values())).run.cluster
+        phases = dict.fromkeys(phase for report in reports.values() for phase in report.seconds.phases)
+        rows: dict[str, list[str]] = {"seconds a step": [f"{report.seconds.total:.1f}" for report in reports.values()]}
+        for phase in phases:
+            found = [report.seconds.phases.get(phase) for report in reports.values()]
+            rows[f"  {phase}"] = [f"{each.total:.1f}" if each else "-" for each in found]
+        rows["fits"] = ["yes" if report.fits else f"no: {report.why_not[0]}" for report in reports.values()]
+        for knob in dict.fromkeys(knob for report in reports.values() for knob in report.knobs):
+            values = [shown(report.knobs.get(knob)) for report in reports.values()]
+            if len(set(values)) > 1:
+                rows[knob] = values
+        lines.append(f"predicted for {cluster.gpus} x {cluster.gpu.name}:")
+        head = ["", *reports]
+        widths = [max(len(row[column]) for row in (head, *([name, *cells] for name, cells in rows.items()))) for column in range(len(head))]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                  for row in (head, *([name, *cells] for name, cells in rows.items()))]  # fmt: skip
+    return {
+        **{name: report.as_json() for name, report in reports.items()},
+        **{name: {"not planned": why} for name, why in mistakes.items()},
+    }, lines
 
 
 def not_planned(config: Config) -> str:
