@@ -30,6 +30,7 @@ from fulltilt.cluster.hosts import Inbox
 from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
@@ -91,6 +92,8 @@ class WorkerFacts:
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+    device: str = "CPU"  # its name, as the driver of a GPU has it
+    device_bytes: int = 0  # memory of the device; 0 on a CPU
 
 
 class PromptQueue:
@@ -192,6 +195,14 @@ def nothing() -> None:
     """Where nothing has to be done."""
 
 
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """The name of a device and its memory."""
+    if device.type != "cuda":
+        return "CPU", 0
+    facts = torch.cuda.get_device_properties(device)
+    return facts.name, facts.total_memory
+
+
 @dataclass(eq=False)
 class Worker:
     """One device with its roles, optimizers, engine and memory account."""
@@ -213,6 +224,7 @@ class Worker:
     twin: Twin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
     sampling: Ranks = ALONE  # the members that sample together
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
+    utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not say how busy it is
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
@@ -223,8 +235,9 @@ class Worker:
     def facts(self) -> WorkerFacts:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
-            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
-        )
+            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
+            *device_facts(self.account.device),
+        )  # fmt: skip
 
     @property
     def _waits(self) -> bool:
@@ -465,10 +478,12 @@ class Worker:
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds)
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and what collectives have moved in a step's phases."""
+        """Memory and how busy the GPU was, measured since the last call, and what collectives have moved in a step's phases."""
         peak, moved = self.account.peak_bytes, dict(self._moved)
         self._moved.clear()
+        busy = self.utilization.take() if self.utilization else None
         return {
+            **({"perf/gpu_utilization": busy} if busy is not None else {}),
             **({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}),
             **self.account.metrics(),
             **{f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in moved.items()},
@@ -531,6 +546,8 @@ class Worker:
         return {f"{prefix}{name}": kept for prefix, all_kept in own.items() for name, kept in all_kept.items()}
 
     def close(self) -> None:
+        if self.utilization:
+            self.utilization.close()
         if self.shelf:
             self.shelf.close()
         if self.engine:
