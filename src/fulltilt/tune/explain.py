@@ -187,12 +187,12 @@ def roofline(own: PhaseTime, *, short: bool = False) -> str:
     if short:
         return f"{share:.0%} of the device's {'memory bandwidth' if by_memory else 'FLOP/s'}" if share and share >= 0.005 else ""
     rate = f"{with_unit(own.bytes or 0)}B/s from memory" if by_memory else f"{with_unit(own.flops)}FLOP/s"
-    return f"{rate}, {share:.2g} of the device's figure" if (share or 0) < 0.01 else f"{rate}, {share:.0%} of the device's figure"
+    return f"{rate}, {'less than 1%' if (share or 0) < 0.01 else f'{share:.0%}'} of the device's figure"
 
 
 def with_unit(count: float) -> str:
     """Example: `412 T`, `3.1 G`."""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.3g} "
