@@ -14,7 +14,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -247,14 +247,31 @@ def make(seat: Seat) -> Member:
     return Member(seat.rank, groups, post)
 
 
-def even_out_groups(rank: int) -> None:
-    """torch names a group that only its members make after its ranks and the number of groups that a process is in. Of a run's workers all
-    are in as many; the pool's processes have been in runs of different sizes."""
-    names = dist.distributed_c10d._world.pg_names
+class NoGroup:
+    """Has a place in torch's table of names, as a group would."""
+
+    def shutdown(self) -> None:
+        """As torch asks of every group at the end."""
+
+
+def even_out_groups() -> None:
+    """torch names a group that only its members make after its ranks and the length of its table of names. In a run's workers all tables
+    are as long; the pool's processes have been in runs of different sizes."""
+    names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
     most = torch.tensor(len(names))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     while len(names) < most:
-        dist.new_group([rank], use_local_synchronization=True)
+        names[NoGroup()] = ""
+
+
+def leave_groups(kept: Collection[Any]) -> None:
+    """Leave all groups but these. Each has three threads, one of which wakes a hundred times a second: those of all tests would take a good
+    part of the cores. Their places stay in the table of names, since a name that came again would lead to the ports of the group before."""
+    world = dist.distributed_c10d._world
+    names: dict[Any, str] = world.pg_names  # type: ignore[assignment]
+    for group in [group for group in world.pg_map if group not in kept]:
+        dist.destroy_process_group(group)
+        names[NoGroup()] = ""
 
 
 class Member:
@@ -264,7 +281,8 @@ class Member:
         self.rank, self.groups, self.post = rank, groups, post  # groups by their sizes; `post`: for parcels
         self.worker: ServedWorker | None = None
         self.notes: Notes | None = None
-        self.guests: dict[str, Any] = {}  # workers of other kinds, by the function that makes them; they stay
+        self.guests: dict[str, Any] = {}  # workers of other kinds, by the function that makes them; they stay, and so do their groups
+        self.kept = {*dist.distributed_c10d._world.pg_map}
 
     def form(self, order: WorkerOrder, size: int, folder: str, apart: bool) -> None:
         """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver. `apart`: as if each
@@ -272,8 +290,9 @@ class Member:
         os.chdir(folder)
         self.worker = self.notes = None
         gc.collect()
+        leave_groups(self.kept)
         torch.backends.mkldnn.set_flags(True)  # torch turns it off where it has no kernel for a dtype: the next run would round differently
-        even_out_groups(self.rank)
+        even_out_groups()
         teams = teams_of(order, size)
         ranks = join_team(self.rank, [team.ranks for team in teams], self.groups[size], beside=size)
         own = next((place for place, team in enumerate(teams) if self.rank in team.ranks), None)
@@ -285,12 +304,16 @@ class Member:
     def call(self, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
         return produced(getattr(self.worker, method), args, inbox)
 
-    def call_guest(self, make: str, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
+    def call_guest(self, make: str, method: str, args: tuple[Any, ...], inbox: Inbox) -> Generator[Any, None, Any]:
+        before = {*dist.distributed_c10d._world.pg_map}
         if make not in self.guests:
             module, _, function = make.partition(":")
             self.guests[make] = getattr(importlib.import_module(module), function)(self)
-        even_out_groups(self.rank)
-        return produced(getattr(self.guests[make], method), args, inbox)
+        even_out_groups()
+        try:
+            return (yield from produced(getattr(self.guests[make], method), args, inbox))
+        finally:
+            self.kept |= {*dist.distributed_c10d._world.pg_map} - before
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
         found = getattr(self.notes, name) if self.notes else None

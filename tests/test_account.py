@@ -257,9 +257,10 @@ def test_resident_bytes_are_those_of_this_process() -> None:
     before = process_bytes()
     if before is None:
         pytest.skip("this system does not tell")
-    piece = torch.ones(32 * MIB, dtype=torch.uint8)  # written, so resident
+    # Written, so resident; and larger than what the C library may serve from memory that was freed before (at most 32 MiB).
+    piece = torch.ones(48 * MIB, dtype=torch.uint8)
     after = process_bytes()
-    assert after is not None and 24 * MIB < after - before < 64 * MIB  # other threads may take and give some meanwhile
+    assert after is not None and 40 * MIB < after - before < 80 * MIB  # other threads may take and give some meanwhile
     del piece
 
 

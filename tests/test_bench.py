@@ -344,7 +344,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
         ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
         ({"against": "hf,sglang"}, "unknown peer 'sglang'; choose from vllm, hf"),
         ({"device": "tpu"}, "--device tpu"),
-        ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
+        ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, 2.7B-A0.5B, small) nor a folder"),
         *(
             ({name: value}, f"--{name} {value}: give a finite number above 0")
             for name in ("bandwidth", "flops")

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 
 from fulltilt.bench import device as devices
-from fulltilt.bench import peers, shapes, step
+from fulltilt.bench import peers, settings, shapes, step
 from fulltilt.bench.figures import StepTiming, fastest
 from fulltilt.bench.job import BenchJob, run_batches
 from fulltilt.bench.options import BenchOptions
@@ -106,6 +106,47 @@ def test_steps_of_ours(tmp_path: Path) -> None:
     assert f"{ours['step_seconds']:.2f}" in text and "every response 24" in text and "actor.token_budget 70" in text
 
 
+# -- settings in turns --------------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_take_turns_and_one_that_fails_stays_in_the_result(tmp_path: Path) -> None:
+    """A budget below the longest sample is refused when the run is planned, which ends no other setting."""
+    tried = ["actor.token_budget=70", "rollout.kv_bytes=4096", "actor.token_budget=140 train.recompute=full"]
+    given: dict[str, Any] = {"model": "tiny", "workload": "tiny", "device": "cpu", "repeats": 1, "turns": 2, "tried": tried}
+    found = settings.run(settings.prepare(BenchOptions(**given), tmp_path), quiet)
+    assert list(found["settings"]) == ["auto", *tried]
+    good = {name: one for name, one in found["settings"].items() if not one["error"]}
+    assert set(found["settings"]) - set(good) == {"rollout.kv_bytes=4096"}
+    assert all(len(one["step_seconds_all"]) == 2 and one["tokens_per_s"] > 0 for one in good.values())
+    assert any("at most 70 tokens" in line for line in good["actor.token_budget=70"]["plan"])
+    assert any("full recompute" in line for line in good[tried[2]]["plan"])
+    fastest_one = max(one["tokens_per_s"] for one in good.values())
+    assert found["auto_of_best"] == pytest.approx(good["auto"]["tokens_per_s"] / fastest_one)
+    text = settings.table(json.loads(json.dumps(found)))
+    assert "of the best setting" in text and "rollout.kv_bytes=4096 failed: " in text
+
+
+@pytest.mark.parametrize(
+    ("tried", "words"),
+    [
+        (["train.recompute=full"] * 2, "it is there twice"),
+        ([" "], "write settings with spaces between them"),
+        (["actor.lr=1"], "not a setting of this measurement"),
+        (["train.recompute=sometimes"], "train.recompute"),
+    ],
+)
+def test_mistakes_in_settings(tried: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        settings.prepare(BenchOptions(model="tiny", workload="tiny", device="cpu", tried=tried), tmp_path)
+
+
+def test_predictions_stand_beside_what_was_measured() -> None:
+    lines = [{"predicted/timing_s/gen": 2.0, "timing_s/gen": 1.0 + late, "predicted/unmeasured": 1.0} for late in (0.0, 3.0)]
+    assert settings.predictions(lines) == {"timing_s/gen": {"predicted": 2.0, "measured": 2.5, "error": pytest.approx(-0.2)}}
+    pairs = [{"timing_s/gen": {"predicted": 1.0, "measured": 2.0, "error": error}} for error in (-0.5, 0.1)]
+    assert settings.errors(pairs) == {"timing_s/gen": {"mean": pytest.approx(0.3), "worst": 0.5, "runs": 2}}
+
+
 # -- options ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +163,7 @@ def test_options_resolved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, small, tiny)"),
+        ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, 2.7B-A0.5B, small, tiny)"),
         ({"workload": "design"}, "--workload design: unknown workload; choose from step, small"),
         ({"against": "verl"}, "unknown peer 'verl'; choose from trl"),
         ({"samples": 1}, "--samples 1: GRPO compares"),

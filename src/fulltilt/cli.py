@@ -394,6 +394,10 @@ def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
     bench.command(name, help=words)(command)
 
 
+STEP_MODEL = Annotated[str | None, option("SHAPE", "0.5B, 1.5B, 7B, 2.7B-A0.5B (experts) or small. Default: 0.5B on cuda, small on cpu.")]
+STEP_WORKLOAD = Annotated[str | None, option("NAME", "step or small: see docs/bench.md. Default: step on cuda, small on cpu.")]
+STEP_REPEATS = Annotated[int | None, option(None, "Measured steps after the first. Default: 3 on cuda, 2 on cpu.", "--steps", min=1)]
+
 add_benchmark(
     "rollout",
     "Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests.",
@@ -409,9 +413,17 @@ add_benchmark(
     "step",
     "Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts.",
     "overrides model against device workload prompts samples new_tokens repeats seed trl generation",
-    model=Annotated[str | None, option("SHAPE", "0.5B, 1.5B, 7B or small. Default: 0.5B on cuda, small on cpu.")],
-    workload=Annotated[str | None, option("NAME", "step or small: see docs/bench.md. Default: step on cuda, small on cpu.")],
-    repeats=Annotated[int | None, option(None, "Measured steps after the first. Default: 3 on cuda, 2 on cpu.", "--steps", min=1)],
+    model=STEP_MODEL,
+    workload=STEP_WORKLOAD,
+    repeats=STEP_REPEATS,
+)
+add_benchmark(
+    "settings",
+    "Measure whole GRPO steps under auto and under settings by hand, in turns, and how well the run predicted their seconds and memory.",
+    "overrides tried model device workload prompts samples new_tokens repeats turns seed",
+    model=STEP_MODEL,
+    workload=STEP_WORKLOAD,
+    repeats=STEP_REPEATS,
 )
 add_benchmark(
     "learn",

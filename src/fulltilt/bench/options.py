@@ -67,6 +67,11 @@ class BenchOptions:
     generation: Annotated[
         str | None, option("vllm|transformers", "What TRL generates with. Default: vllm on cuda, transformers on cpu.")
     ] = None
+    tried: Annotated[
+        list[str],
+        option("'KEY=VALUE ...'", "Settings by hand to measure beside auto; once for each: --try 'train.recompute=full'", "--try"),
+    ] = field(default_factory=list)
+    turns: Annotated[int | None, option(None, "How often each setting has its turn. Default: 2 on cuda, 1 on cpu.", min=1)] = None
     minutes: Annotated[float | None, option(None, "Stop each system after the step in which this many have passed.", min=0.01)] = None
 
     @property

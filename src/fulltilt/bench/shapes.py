@@ -20,7 +20,8 @@ from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 from fulltilt.shape import SHAPES as NAMED
 
-SHAPES = {name: NAMED[name] for name in ("0.5B", "1.5B", "7B", "small")}  # those with published figures, and small
+SHAPES = {name: NAMED[name] for name in ("0.5B", "1.5B", "7B", "2.7B-A0.5B", "small")}
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model type
 DEFAULT = {"cuda": "0.5B", "cpu": "small"}
 WEIGHTS_SEED = 0
 
@@ -42,7 +43,8 @@ def find(name: str) -> Source:
     """A named shape, or the folder at that path."""
     if name in SHAPES:
         # The class by name: engines that read the configuration alone choose their model by it.
-        return Source(name, AutoConfig.for_model(**SHAPES[name], architectures=["Qwen2ForCausalLM"]))
+        own = SHAPES[name]
+        return Source(name, AutoConfig.for_model(**own, architectures=[CLASSES[own["model_type"]]]))
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise UserError(

@@ -172,6 +172,17 @@ def one_step(job: BenchJob, run: Run, step: int, say: Say) -> tuple[float, Mappi
 
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
+    parameters = write_model(job, say)
+    found = {OURS: [measure_ours(job, say)]}
+    if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
+        trl, held = peers.load("peer_trl"), let_go(job.device)
+        task = trl.TrlTask(job, job.scratch / "trl", response_tokens=job.requests[0].longest_response, held_by_others=held or 0)
+        found["trl"] = trl.measure_steps(task, say)
+    return document(job, found, parameters) | {"seconds": time.perf_counter() - begin}
+
+
+def write_model(job: BenchJob, say: Say) -> int:
+    """Make the model that all systems and settings read. Returns its number of parameters."""
     say(f"making {job.source.name} with random weights")
     transformers_logging.disable_progress_bar()
     model = shapes.random_model(job.source, job.device, "sdpa")
@@ -179,12 +190,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
     let_go(job.device)
-    found = {OURS: [measure_ours(job, say)]}
-    if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
-        trl, held = peers.load("peer_trl"), let_go(job.device)
-        task = trl.TrlTask(job, job.scratch / "trl", response_tokens=job.requests[0].longest_response, held_by_others=held or 0)
-        found["trl"] = trl.measure_steps(task, say)
-    return document(job, found, parameters) | {"seconds": time.perf_counter() - begin}
+    return parameters
 
 
 def document(job: BenchJob, found: Mapping[str, Sequence[StepTiming]], parameters: int) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""The benchmark of settings: whole GRPO steps under `auto` and under settings by hand, in turns, and what was predicted beside what was
+measured.
+
+Enters: `BenchOptions` with one `--try` for each setting by hand. Leaves: one JSON-ready document: for each setting seconds of a step, of
+its phases and peak memory, tokens/s against those of `auto`, and predictions of the run itself beside them; `table` makes it readable.
+Guaranteed: every setting makes the same steps from the same weights; settings take turns, so that a device that slows down slows all; one
+that fails is kept with its error and does not end the others; mistakes in settings are reported before weights are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fulltilt.bench import report, step
+from fulltilt.bench.device import let_go
+from fulltilt.bench.figures import StepTiming
+from fulltilt.bench.job import BenchJob
+from fulltilt.bench.options import BenchOptions
+from fulltilt.bench.report import OURS, Say
+from fulltilt.blame import is_out_of_memory
+from fulltilt.records import UserError
+from fulltilt.words import many
+
+AUTO = "auto"
+TURNS = {"cuda": 2, "cpu": 1}
+PREDICTED = "predicted/"
+
+
+@dataclass(frozen=True, eq=False)
+class SettingsJob:
+    """The same steps under several settings. The first is `auto`: only what was set for all."""
+
+    jobs: Mapping[str, BenchJob]
+    turns: int
+
+    @property
+    def first(self) -> BenchJob:
+        return self.jobs[AUTO]
+
+
+def prepare(options: BenchOptions, scratch: Path) -> SettingsJob:
+    if repeated := sorted({text for text in options.tried if options.tried.count(text) > 1}):
+        raise UserError(f"--try {repeated[0]!r}: it is there twice. Every setting is measured as often as the others (--turns)")
+    settings: dict[str, list[str]] = {AUTO: [], **{" ".join(text.split()): text.split() for text in options.tried}}
+    if empty := [text for text in options.tried if not text.strip()]:
+        raise UserError(f"--try {empty[0]!r}: write settings with spaces between them, for example --try 'train.recompute=full'")
+    jobs = {name: step.prepare(replace(options, overrides=[*options.overrides, *own], tried=[]), scratch) for name, own in settings.items()}
+    return SettingsJob(jobs, options.turns or TURNS[jobs[AUTO].device.type])
+
+
+def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
+    begin, first = time.perf_counter(), asked.first
+    parameters = step.write_model(first, say)
+    found: dict[str, list[StepTiming]] = {name: [] for name in asked.jobs}
+    for turn in range(asked.turns):
+        for name, job in asked.jobs.items():
+            if any(timing.error for timing in found[name]):
+                continue  # it would fail again
+            say(f"turn {turn + 1} of {asked.turns}: {name}")
+            found[name].append(measured(job, say))
+            let_go(job.device)
+    tokens = step.step_tokens(first)[-1]
+    settings = {name: described(timings, tokens) for name, timings in found.items()}
+    best = max((one["tokens_per_s"] or 0.0 for one in settings.values()), default=0.0)
+    return {
+        "benchmark": "settings",
+        "auto_of_best": (settings[AUTO]["tokens_per_s"] or 0.0) / best if best else None,
+        "errors": errors([one["predictions"] for one in settings.values()]),
+        "settings": settings,
+        "workload": first.requests[0].describe() | {"tokens_of_a_step": tokens},
+        "model": report.describe_model(first.source, first.dtype, parameters),
+        "steps": {"turns": asked.turns, "measured": first.repeats, "warm_up": step.WARM_UP},
+        "seconds": time.perf_counter() - begin,
+        **report.origin(first.device),
+    }
+
+
+def measured(job: BenchJob, say: Say) -> StepTiming:
+    """Steps of one setting. What does not fit is a result."""
+    try:
+        return step.measure_ours(job, say)
+    except (UserError, torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, UserError) and not is_out_of_memory(error):
+            raise
+        return StepTiming({}, error=str(error).splitlines()[0])
+
+
+def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:
+    """What all turns of a setting gave together."""
+    seconds = [each for timing in timings for each in timing.seconds]
+    last = timings[-1]
+    peaks = [timing.peak_memory_bytes for timing in timings if timing.peak_memory_bytes is not None]
+    phases = [timing.details["phases"] for timing in timings if timing.details]
+    return {
+        "step_seconds": median(seconds) if seconds else None,
+        "step_seconds_all": seconds,
+        "tokens_per_s": tokens / median(seconds) if seconds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+        "start_seconds": last.start_seconds,
+        "phases": {phase: median([one[phase] for one in phases]) for phase in (phases[0] if phases else {})},
+        "predictions": predictions([timing.details["metrics"] for timing in timings if timing.details]),
+        "plan": list(last.details.get("plan", ())),
+        "eager_reason": last.details.get("eager_reason"),
+        "error": last.error,
+    }
+
+
+def predictions(metrics: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """What the run predicted of its steps, by the name of the metric that measures it."""
+    found: dict[str, dict[str, float]] = {}
+    for key in metrics[0] if metrics else ():
+        name = key.removeprefix(PREDICTED)
+        if key.startswith(PREDICTED) and all(name in line for line in metrics):
+            taken, said = median([line[name] for line in metrics]), median([line[key] for line in metrics])
+            found[name] = {"predicted": said, "measured": taken} | ({"error": said / taken - 1} if taken else {})
+    return found
+
+
+def errors(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """How far predictions were from measurements, by metric, over all settings: in the mean, and at worst."""
+    by_name: dict[str, list[float]] = {}
+    for one in found:
+        for name, pair in one.items():
+            if "error" in pair:
+                by_name.setdefault(name, []).append(abs(pair["error"]))
+    return {name: {"mean": sum(own) / len(own), "worst": max(own), "runs": len(own)} for name, own in by_name.items()}
+
+
+# -- for people ---------------------------------------------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The document for people."""
+    asked, steps, settings = found["workload"], found["steps"], found["settings"]
+    lines = [
+        report.headline(found),
+        f"a GRPO step of {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, every response "
+        f"{many(asked['response_tokens']['largest'], 'token')}; medians of {many(steps['turns'] * steps['measured'], 'step')} in "
+        f"{many(steps['turns'], 'turn')}",
+        "",
+        *report.table_of("", {name: cells(one, settings[AUTO]) for name, one in settings.items()}),
+    ]
+    lines += [f"{name} failed: {one['error']}" for name, one in settings.items() if one["error"]]
+    lines += [
+        f"{OURS} gave up CUDA graphs with {name} and decoded without them, slower: {one['eager_reason']}"
+        for name, one in settings.items() if one["eager_reason"]
+    ]  # fmt: skip
+    if found["auto_of_best"]:
+        lines += ["", f"auto reaches {found['auto_of_best']:.1%} of the best setting"]
+    return "\n".join([*lines, *prediction_lines(found)])
+
+
+def prediction_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["errors"]:
+        yield "no predictions: the run says at its start why"
+    for name, own in found["errors"].items():
+        yield f"predicted {name}: {own['mean']:.1%} off on average, {own['worst']:.1%} at worst, over {many(own['runs'], 'setting')}"
+
+
+def cells(one: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, str]:
+    peak, speed = one["peak_memory_bytes"], one["tokens_per_s"]
+    return {
+        "s a step": report.number(one["step_seconds"], ".2f"),
+        "tokens/s": report.number(speed),
+        "of auto": report.number(speed / auto["tokens_per_s"] if speed and auto["tokens_per_s"] else None, ".1%"),
+        "peak GiB": report.number(peak and peak / step.GIB, ".2f"),
+        "phases": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in one["phases"].items()),
+    }
