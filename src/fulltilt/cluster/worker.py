@@ -143,10 +143,10 @@ class Residents:
 
 LESS_IN_UPDATES = (
     'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", {section}.offload_activations = true or '
-    "{section}.offload_optimizer = true"
+    "{section}.offload_optimizer = true (docs/troubleshooting.md)"
 )
 LESS_IN_PASSES = "Lower {role}.forward_token_budget (a longer sample runs alone)"
-LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
+LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs (docs/troubleshooting.md)"
 LESS_MEMORY = {
     "update-actor": LESS_IN_UPDATES.format(section="train", role="actor"),
     "update-critic": LESS_IN_UPDATES.format(section="critic", role="critic"),

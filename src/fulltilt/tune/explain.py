@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -174,7 +175,8 @@ class Explanation:
         for own in large[:4]:
             rate = roofline(own, short=True)
             told.append(f"{own.name} {own.share:.0%}" + (f" ({rate})" if rate else ""))
-        yield f"where the time went: {', '.join(told) or 'between phases'}; `fulltilt doctor {self.folder}` says more"
+        command = shlex.join(["fulltilt", "doctor", self.folder])
+        yield f"where the time went: {', '.join(told) or 'between phases'}; `{command}` says more"
         yield from self.advice
 
 

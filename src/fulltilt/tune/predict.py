@@ -17,13 +17,14 @@ from fulltilt.hardware import Cluster, accelerator
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.plan import Budgets, Plan, RoleSettings
 from fulltilt.records import UserError
-from fulltilt.schema import Config
+from fulltilt.schema import Config, uses_reward_model
+from fulltilt.settings import preset_of
 from fulltilt.shape import DecoderLayer, Experts, ModelFamily, Recompute, Shape
-from fulltilt.tune.command import not_planned
+from fulltilt.tune.constants import ENGINE_WORKSPACE
 from fulltilt.tune.description import RunDescription
 from fulltilt.tune.lengths import Lengths
-from fulltilt.tune.memory_model import MemoryModel, PhaseMemory, memory_of
-from fulltilt.tune.own import engine_share, micro_batches, own_plan
+from fulltilt.tune.memory_model import BF16, MemoryModel, PhaseMemory, memory_of, parameters
+from fulltilt.tune.own import own_plan
 from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
 
 PREDICTED = "predicted/"
@@ -56,23 +57,22 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan)
     """The run with what its own plan has decided. Lengths are limits and guesses until a step has measured them."""
     if devices.name == CPU:
         raise UserError("the models of memory and time are made for GPUs")
-    if missing := not_planned(config):
-        raise UserError(missing.partition(". ")[0])
+    if missing := not_covered(config):
+        raise UserError(f"{missing} is not in the models of memory and time")
     cluster, budgets, own = devices.cluster, plan.budgets, plan.roles["actor"]
     run = own_plan(config, shape, cluster, None).run
-    copies = run.backend == "fsdp" or budgets.rollout_parts != budgets.parts
-    engine = replace(
-        run.engine,
-        tensor=budgets.rollout_parts,
-        max_seqs=budgets.max_seqs,
-        memory_share=engine_share(shape, cluster, plan, config, budgets.rollout_parts, copies),
-        own_copy=copies,
-    )
+    copies, parts = run.backend == "fsdp" or budgets.rollout_parts != budgets.parts, budgets.rollout_parts
+    cache = budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(BF16)
+    copy = BF16 * parameters(shape).total if copies else 0
+    share = min(1.0, ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory)
+    engine = replace(run.engine, tensor=parts, max_seqs=budgets.max_seqs, memory_share=share, own_copy=copies)
+    by_samples = not config.actor.dynamic_batch and config.actor.micro_batch
+    filled = {} if by_samples else {"token_budget": budgets.token_budget, "forward_token_budget": budgets.forward_token_budget}
     return replace(
         run,
         layout=replace(run.layout, tensor=budgets.parts, sequence=own.sequence_parallel),
         engine=engine,
-        batch=replace(run.batch, **micro_batches(config, plan)),
+        batch=replace(run.batch, **filled),
         recompute=Recompute(own.recompute, own.recompute_layers, own.recompute_method),
         offload_params=own.offload_params,
         offload_grads=own.offload_grads,
@@ -81,6 +81,17 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan)
         offload_reference="ref" in plan.roles and plan.roles["ref"].offload_params,
         fused_head=own.fused_head,
     )
+
+
+def not_covered(config: Config) -> str:
+    """What the predictions would leave out of this run; empty: nothing."""
+    if config.algorithm.name == "sft":
+        return "supervised fine-tuning"
+    if preset_of(config).critic:
+        return "a critic"
+    if uses_reward_model(config):
+        return "a reward model"
+    return "a role with workers of its own" if config.cluster.roles else ""
 
 
 # ---- a step ------------------------------------------------------------------------------------------------------------------------------
