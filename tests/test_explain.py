@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+import torch
 
 from fulltilt import config as configuration
 from fulltilt.observe.metrics import MetricsFile
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.plan import Plan, plan_of
 from fulltilt.records import UserError
 from fulltilt.schema import Config, to_toml
@@ -54,7 +58,7 @@ class Case:
         plan = plan_of(found, config, device="cuda", device_bytes=H200.memory, host_bytes=2 * H200.memory, longest=400)
         return Case(config, found, plan, devices)
 
-    @property
+    @cached_property
     def predictor(self) -> Predictor:
         return Predictor(describe_run(self.config, self.shape, self.devices, self.plan))
 
@@ -224,6 +228,23 @@ def test_a_folder_that_lacks_a_file_has_times_alone(tmp_path: Path, missing: str
     assert told(explain(folder)).startswith(f"{folder}: steps 2 to 3, 5 s each")
     (folder / missing).write_text("{]")
     assert explain(folder).phases
+
+
+def test_how_busy_a_gpu_is_needs_one() -> None:
+    assert GpuUtilization.of("00000000-0000-0000-0000-000000000000") is None  # no driver here, or no such GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_busy_while_it_computes() -> None:
+    watch = GpuUtilization.of(str(torch.cuda.get_device_properties(0).uuid))
+    assert watch
+    numbers, until = torch.randn(4096, 4096, device="cuda"), time.monotonic() + 3
+    while time.monotonic() < until:
+        torch.mm(numbers, numbers).sum().item()
+    busy = watch.take()
+    watch.close()
+    assert busy is not None and 0.2 < busy <= 1 and watch.take() is None
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------------------------
