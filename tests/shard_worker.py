@@ -122,10 +122,13 @@ class ShardWorker:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
-        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+        groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+        self.all = {workers: Ranks(rank % workers, workers, group) for workers, group in groups.items()}
 
     def ranks(self, workers: int) -> Ranks:
-        return Ranks(self.rank % workers, workers, self.groups[workers])
+        found = self.all[workers]
+        found.moved.update(dict.fromkeys(found.moved, 0))
+        return found
 
     def gradient(self, case: Case, parts: Sequence[MiniBatch]) -> dict[str, Any]:
         """The gradient of one mini-batch, of which this worker gets its part, and what it took."""
@@ -214,7 +217,7 @@ class ShardWorker:
 
     def deadlines(self, seconds: float) -> set[float]:
         """Of the groups of hybrid workers that must not wait longer."""
-        mesh = share(replace(self.ranks(4), deadline=timedelta(seconds=seconds)), "cpu", 2).mesh
+        mesh = share(replace(self.ranks(4), deadline=timedelta(seconds=seconds), made={}), "cpu", 2).mesh
         groups = [mesh[name].get_group() for name in ("replicate", "shard")]
         return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
 

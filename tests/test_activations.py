@@ -13,6 +13,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from cases import sample_cases
 from layers import Applied, apply_recompute
 from test_lora import settings, stir
 from test_recompute import (
@@ -104,7 +105,10 @@ def assert_nothing_left(handle: Watched) -> None:
 # ---- gradients ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*models.FAMILIES, *(f"{family} fused" for family in FUSED)])
+@pytest.mark.parametrize(
+    "family",
+    sample_cases([*models.FAMILIES, *(f"{family} fused" for family in FUSED)], "llama-tied", "gemma2", "phi3", "qwen3-moe", "qwen3 fused"),
+)
 def test_gradients_keep_their_bits(family: str, model_folders) -> None:
     name, _, fused = family.partition(" ")
     model = load(model_folders(name), fused=bool(fused))

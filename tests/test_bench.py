@@ -277,6 +277,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.matrix
 def test_a_run_beside_transformers(folder: Path) -> None:
     asked = ["--device", "cpu", "--against", "hf", "--model", "model", "--prompts", "2", "--samples", "2", "--repeats", "2", "--seed", "1"]
     ended = runs.command_here(folder, "bench", "rollout", *asked, "--json", "--out", "found.json")

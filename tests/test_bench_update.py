@@ -187,6 +187,7 @@ def test_a_run(folder: Path) -> None:
     assert "no MFU: the arithmetic of cpu is not known" in update.table(found)
 
 
+@pytest.mark.matrix
 def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: Path, plain: dict[str, Any]) -> None:
     packed, padded = plain, measured(folder, "train.packing=false")
     assert packed["pad_tokens"] == 0 < padded["pad_tokens"]
@@ -201,15 +202,15 @@ def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: P
     [
         (("train.recompute=selective",), {"recompute": "selective"}),
         pytest.param(
-            ("train.recompute=full", "train.recompute_layers=1"), {"recompute": "full", "recompute_layers": 1}, marks=pytest.mark.long
+            ("train.recompute=full", "train.recompute_layers=1"), {"recompute": "full", "recompute_layers": 1}, marks=pytest.mark.matrix
         ),
         pytest.param(
             ("train.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"),
             {"recompute": "full", "recompute_layers": 2, "recompute_method": "uniform"},
             marks=pytest.mark.long,
         ),
-        (("train.entropy_chunk=3",), {"entropy_chunk": 3}),
-        (("train.fused_head=false",), {"fused_head": False}),
+        pytest.param(("train.entropy_chunk=3",), {"entropy_chunk": 3}, marks=pytest.mark.matrix),
+        pytest.param(("train.fused_head=false",), {"fused_head": False}, marks=pytest.mark.matrix),
     ],
 )
 def test_knobs_reach_the_update_and_change_no_gradient(
@@ -225,6 +226,7 @@ def test_knobs_reach_the_update_and_change_no_gradient(
         assert found["memory_bytes"]["head"] != plain["memory_bytes"]["head"]
 
 
+@pytest.mark.matrix
 def test_an_entropy_bonus_keeps_or_computes_again(folder: Path, plain: dict[str, Any]) -> None:
     bonus = "algorithm.entropy_coef=0.1"
     again, kept = measured(folder, bonus), measured(folder, bonus, "train.entropy_recompute=false")
@@ -233,6 +235,7 @@ def test_an_entropy_bonus_keeps_or_computes_again(folder: Path, plain: dict[str,
     assert kernels_run(kept) < kernels_run(again)
 
 
+@pytest.mark.matrix
 def test_logits_are_kept_or_made_again(folder: Path, plain: dict[str, Any]) -> None:
     again, kept = (measured(folder, f"train.head_recompute={value}") for value in ("true", "false"))
     assert again["settings"] == plain["settings"] and kept["settings"] == again["settings"] | {"head_recompute": False}

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import runs
 import typer.main
+from cases import sample_cases
 from safetensors.torch import load_file, save_file
 from terminal import Terminal, attach
 
@@ -466,7 +467,7 @@ OUTPUTS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", sample_cases(OUTPUTS, "a full disk", "all closed"))
 def test_a_run_outlives_its_output(folder: Path, name: str) -> None:
     lose, said = OUTPUTS[name]
     ended = runs.command_forked(folder, "train", "run.toml", "run.steps=1", "run.eval_before=false", "run.dir=läuft", first=lose)
@@ -492,8 +493,12 @@ main()
 
 
 @pytest.mark.parametrize(
-    "command", ["train run.toml", "eval run.toml", "chat model", "demo --dir new", "doctor", "prove", "bench rollout --device cpu"]
-)
+    "command",
+    sample_cases(
+        ["train run.toml", "eval run.toml", "chat model", "demo --dir new", "doctor", "prove", "bench rollout --device cpu"],
+        "train run.toml", "doctor",
+    ),
+)  # fmt: skip
 def test_every_command_answers_before_torch_is_loaded(folder: Path, command: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STOP_AT_TORCH, *command.split()],
@@ -519,6 +524,7 @@ def test_errors_cannot_control_the_terminal(folder: Path, monkeypatch: pytest.Mo
     assert "\x1b" not in refused.error + broken.error and "\r" not in refused.error + broken.error
 
 
+@pytest.mark.matrix
 def test_the_console_at_80_and_120_columns(folder: Path) -> None:
     """docs/console.md shows the same: one line per step, no line too long, no word broken, a bar that keeps its width."""
     arguments = ("train", "run.toml", "run.steps=3")

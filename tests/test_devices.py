@@ -87,17 +87,16 @@ SHARDS: dict[str, tuple[str, ...]] = {
 }
 WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
 # Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
-SHORT = {("chosen", "full", 2), ("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
+SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2)}
 LONG = {
     ("experts", "full", 4),
     ("lora", "full", 2),
     ("tied", "hybrid", 4),
     ("ppo", "hybrid", 4),
     ("sft", "full", 4),
-    ("ppo", "full", 4),
-} | {
-    *((case, "optimizer", 2) for case in ("tied", "experts", "recompute", "micro-batches", "drawn")),
-    *((case, "optimizer", 4) for case in ("dense", "lora", "ppo", "qwen3", "padded", "sft")),
+    ("chosen", "full", 2),
+    *((case, "optimizer", 2) for case in ("micro-batches", "drawn")),
+    *((case, "optimizer", 4) for case in ("lora", "padded")),
 }
 
 
@@ -195,7 +194,9 @@ def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "why_not", lambda key, role, device, **other: why_not(key, role, "cuda", **other))
 
 
-@pytest.mark.parametrize(("shard", "workers"), [("full", 2), pytest.param("hybrid", 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("shard", "workers"), [pytest.param("full", 2, marks=pytest.mark.matrix), pytest.param("hybrid", 4, marks=pytest.mark.long)]
+)
 def test_shards_that_leave_come_back_bit_for_bit(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, offload_anyway: None, shard: str, workers: int
 ) -> None:
@@ -332,7 +333,7 @@ ALWAYS = {("micro-batches of 12", "optimizer", 3), ("by tokens", "optimizer", 3)
         pytest.param(deal, *way, marks=[] if (deal, *way) in ALWAYS else [mark])
         for deal in DEALS
         for way in [*WAYS, ("optimizer", 3), ("full", 3)]
-        for mark in [pytest.mark.long if way[0] == "optimizer" else pytest.mark.matrix]
+        for mark in [pytest.mark.long if way == ("optimizer", 4) else pytest.mark.matrix]
     ],
 )
 def test_rows_that_cannot_be_shared_out_evenly(
@@ -375,8 +376,6 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(
 
 FIFTY_ALWAYS = ("", "bfloat16", "optimizer", 4)
 FIFTY_LONG = {
-    ("", "float32", "optimizer", 2),
-    ("", "float32", "hybrid", 4),
     ("", "bfloat16", "hybrid", 4),
     (LORA, "bfloat16", "optimizer", 4),
 }
@@ -440,7 +439,7 @@ SAVED_CASES = {
 }
 
 
-SAVED_LONG = {("bfloat16", "optimizer"), ("dapo", "optimizer")}
+SAVED_LONG = {("ppo", "hybrid"), ("bfloat16", "optimizer"), ("dapo", "optimizer")}
 
 # Where a run is resumed that was saved with each sharding: the workers, and how they share.
 RESUMED = {
@@ -456,7 +455,7 @@ RESUMED = {
         pytest.param(case, shard, marks=[] if (case, shard) == ("ppo", "optimizer") else [mark], id=f"{case}-{shard}")
         for case in SAVED_CASES
         for shard in RESUMED
-        for mark in [pytest.mark.long if case == "ppo" or (case, shard) in SAVED_LONG else pytest.mark.matrix]
+        for mark in [pytest.mark.long if (case, shard) in SAVED_LONG else pytest.mark.matrix]
     ],
 )
 def test_saved_on_four_workers_and_resumed_on_others(

@@ -18,6 +18,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from cases import sample_cases
 from test_lora import settings, stir
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,7 +154,7 @@ def inputs(module: Any, chosen: torch.Tensor, dtype: torch.dtype) -> tuple[torch
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", sample_cases(routes(), "mixed", "one token"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_transformers_loop(kind: str, route: str, dtype: torch.dtype) -> None:
     module, chosen = make_experts(kind, dtype), routes()[route]
@@ -268,7 +269,7 @@ def reorder(pair: tuple[torch.Tensor, torch.Tensor], chosen: torch.Tensor) -> tu
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", sample_cases(routes(), "mixed", "one token"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_those_of_peft(kind: str, route: str, dtype: torch.dtype) -> None:
     """Values and gradients, against peft's own forward around transformers' loop."""

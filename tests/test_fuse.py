@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from cases import sample_cases
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -77,7 +78,7 @@ def equal(found: torch.Tensor, expected: torch.Tensor, allowed: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", sample_cases(KNOWN, "llama-tied", "qwen3"))
 class TestEveryKnownFamily:
     @pytest.mark.parametrize("dtype", TOLERANCE)
     def test_results_are_the_unfused_models(self, family: str, dtype: str, model_folders) -> None:
@@ -203,7 +204,7 @@ class TestEveryKnownFamily:
 
 @pytest.mark.kernels
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of interpreted kernels; compiled ones run below")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", sample_cases(["llama", "qwen2", "qwen3"], "qwen3"))
 def test_kernels_give_the_same(family: str, model_folders) -> None:
     fused, plain = pair(model_folders(family))
     document = DOCUMENTS[2][:4]

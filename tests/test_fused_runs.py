@@ -20,6 +20,7 @@ import plans
 import pytest
 import runs
 import torch
+from cases import sample_cases
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
@@ -98,7 +99,9 @@ def responses(folder: Path, name: str) -> list[str]:
 RUNS = {"grpo": (), "ppo": ("algorithm.name=ppo", NO_REFERENCE), "lora": ("lora.rank=2", "train.lr=0.02", ONE_OF_A_GROUP)}
 
 
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, marks=pytest.mark.matrix if name == "grpo" else ()) for name, options in RUNS.items()], ids=RUNS
+)
 def test_a_fused_run_is_the_plain_run(folder: Path, options: tuple[str, ...]) -> None:
     """The same responses; metrics and weights that differ by rounding. Rollout, old log-probs, reference, critic and update are in it."""
     for name, key in (("fused", FUSED), ("plain", PLAIN)):
@@ -150,6 +153,7 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
         assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.runner.model is parts.worker.actor.model
 
 
+@pytest.mark.matrix
 def test_sft_runs_fused(tmp_path: Path, model_folders: ModelFolders) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("llama-tied"), runs.SFT)
     for name, key in (("fused", FUSED), ("plain", PLAIN)):
@@ -167,7 +171,7 @@ def own_logits(model: PreTrainedModel) -> torch.Tensor:
     return model(torch.arange(3, 60)[None]).logits
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama-tied"])
+@pytest.mark.parametrize("family", sample_cases(["qwen2", "llama-tied"], "llama-tied"))
 @pytest.mark.parametrize("adapters", [(), ("lora.rank=2", ONE_OF_A_GROUP, "lora.export=merged")], ids=["all", "adapters"])
 def test_what_a_fused_run_saves_loads_in_transformers(
     tmp_path: Path, model_folders: ModelFolders, family: str, adapters: tuple[str, ...]
@@ -193,7 +197,7 @@ def test_what_a_fused_run_saves_loads_in_transformers(
     assert torch.equal(own_logits(fused), own_logits(plain))
 
 
-@pytest.mark.parametrize("options", [RUNS["ppo"], RUNS["lora"]], ids=["ppo", "lora"])
+@pytest.mark.parametrize("options", [RUNS["ppo"], pytest.param(RUNS["lora"], marks=pytest.mark.matrix)], ids=["ppo", "lora"])
 def test_a_fused_run_resumes_exactly(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """From the first of two checkpoints to the second, bit for bit."""
     runs.train(folder, *SHORT, FUSED, *options)
@@ -280,7 +284,7 @@ class _WrongGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("wrong", ["values", "gradients", "values without a gradient", "an error"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sample_cases(["float32", "bfloat16"], "bfloat16"))
 def test_layers_that_compute_something_else_are_found_out(
     model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, with_triton: None, wrong: str, dtype: str
 ) -> None:
@@ -313,7 +317,7 @@ def test_layers_that_compute_something_else_are_found_out(
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", sample_cases(["float32", "float64", "bfloat16"], "bfloat16"))
 def test_layers_that_compute_the_same_pass(model_folders: ModelFolders, family: str, dtype: str) -> None:
     model = model_of(model_folders(family), dtype)
     assert fuse_and_compare(model).joined == 4
@@ -445,7 +449,9 @@ def test_what_decoding_takes_is_what_its_records_hold() -> None:
         assert progress_bytes(rows) == sum(tensor.nbytes for tensor in vars(progress).values())
 
 
-@pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])
+@pytest.mark.parametrize(
+    ("value", "held_during_update"), sample_cases([("auto", False), ("true", False), ("false", True)], ("auto", False), ("false", True))
+)
 def test_the_engine_holds_the_cache_during_the_update_only_if_told_to(folder: Path, value: str, held_during_update: bool) -> None:
     with parts_of(folder, f"rollout.release_memory={value}", *SHORT) as (config, parts):
         engine, trainer = parts.worker.engine, parts.worker.trainers["actor"]

@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import runs
+from cases import sample_cases
 from safetensors.torch import load_file, save_file
 
 from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, PAGE, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
@@ -612,7 +613,7 @@ def test_a_step_whose_rewards_all_failed_stops_the_run_at_once(tmp_path: Path, m
     assert list(runs.checkpoints(folder))[-1] == 3
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", sample_cases([1, 2], 2))
 def test_a_run_whose_rewards_never_worked_does_not_end_well_when_repeated(tmp_path: Path, model_folders: ModelFolders, steps: int) -> None:
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     options = (*QUICK, "reward.function=reward.py:always_fails", f"run.steps={steps}")

@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def run(states: Sequence[torch.Tensor], lengths: Sequence[int], **scoring: Any) 
 
 
 @pytest.mark.kernels
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     group=st.sampled_from([1, 3]),
@@ -153,7 +154,7 @@ def test_the_operation_keeps_torchs_rules(as_on_a_gpu: None) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the operations themselves in test_gpu.py")
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", sample_cases(["none", "selective", "full"], "selective"))
 def test_a_model_learns_through_the_operations(kind: Any, as_on_a_gpu: None, model_folders: Any) -> None:
     """As it does through torch's attention on the CPU, whatever is recomputed."""
     model = load_model(ModelConfig(path=str(model_folders("qwen2")), dtype="float32"), torch.device("cpu"))

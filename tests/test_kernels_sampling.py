@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -286,7 +287,7 @@ def check_kernel(logits: torch.Tensor, options: dict[str, Any], seed: int = 0) -
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", sample_cases(OPTIONS, "plain", "capped", "both", "large k", "each its own"))
 def test_kernel_is_the_reference(name: str) -> None:
     """Two blocks and a bit, rows apart in memory; many ties in a block."""
     logits = random_logits(4, 2100)
@@ -312,7 +313,9 @@ def test_kernel_in_bfloat16_and_with_rows() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("shape", [(1, 4), (4, 4), (8, 8)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape == (8, 8) else pytest.mark.matrix) for shape in ((1, 4), (4, 4), (8, 8))]
+)
 def test_kernel_with_any_tile(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_tile", lambda draws, blocks: shape)
     logits = random_logits(1, 5 * BLOCK + 5, 1.0)
@@ -347,7 +350,7 @@ def test_kernel_on_infinities_and_nan() -> None:
         ("both at one", True, 3 + CANDIDATES + 2, 3 + CANDIDATES + 4),  # the mass of the likeliest is searched for
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", sample_cases([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_logits_are_read_once_or_twice(
     name: str, peaked: bool, fewest: int, most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,8 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
 
 
-# Several settings at once: a run that any of them changes is not the run without them. Each alone, as `KNOBS` has them, is long.
+# Several settings at once: a run that any of them changes is not the run without them. Each alone, as `KNOBS` has them, runs in
+# make check-all.
 MANY_KNOBS = {
     "samples padded for one role, whole logits, recompute of some layers": (
         "train.packing=false", "critic.packing=true", "reward_model.packing=true", "train.fused_head=false", "train.entropy_chunk=3",
@@ -164,6 +165,7 @@ def test_padded_samples_train_as_packed_ones(plain: Left, padded: Left) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", KNOBS.values(), ids=KNOBS)
+@pytest.mark.matrix
 def test_a_run_with_a_knob_is_the_run_without(folder: Path, plain: Left, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     assert_same(train(folder, request.node.callspec.id.replace(" ", "-"), *ROLES, *options), plain)
 
@@ -180,10 +182,10 @@ OFFLOADS = {
 }  # fmt: skip
 
 
-# "all" has what the long ones have, each with its own part.
-BY_DEFAULT = ("of one role", "all")
+# "all" has what the others have, each with its own part.
+BY_DEFAULT = ("all",)
 OFFLOADED_RUNS = [
-    pytest.param(options, marks=() if name in BY_DEFAULT else pytest.mark.long, id=name) for name, options in OFFLOADS.items()
+    pytest.param(options, marks=() if name in BY_DEFAULT else pytest.mark.matrix, id=name) for name, options in OFFLOADS.items()
 ]
 
 
@@ -229,7 +231,11 @@ def sft_folder(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFol
     return folder
 
 
-@pytest.mark.parametrize("options", SFT_KNOBS.values(), ids=SFT_KNOBS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=pytest.mark.matrix if name == "kept logits" else ()) for name, options in SFT_KNOBS.items()],
+    ids=SFT_KNOBS,
+)
 def test_sft_has_the_same_knobs(sft_folder: Path, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     place = request.node.callspec.id.replace(" ", "-")
     trained = runs.train(sft_folder, *options, f"run.dir={place}")

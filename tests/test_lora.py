@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from cases import sample_cases
 from safetensors.torch import load_file
 from tensors import restored
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3MoeConfig
@@ -83,7 +84,7 @@ def greedy(model: torch.nn.Module) -> list[list[int]]:
     return generated
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", sample_cases(models.FAMILIES, "llama-tied", "qwen2", "phi3", "gemma2", "qwen3-moe"))
 class TestEveryModel:
     def test_rollout_runs_the_trainers_adapters(self, family: str, model_folders) -> None:
         model = make(model_folders(family), family)

@@ -421,6 +421,7 @@ def read():
 """
 
 
+@pytest.mark.matrix
 def test_reading_an_order_and_importing_what_it_names_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the order of a run's worker, which names torch and transformers: a busy machine may take long to import them."""
     forked.use(monkeypatch)

@@ -258,10 +258,10 @@ LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
 
 
 # One for each function that a setting goes through; the others go through the same ones.
-SAME_FUNCTIONS = ("chunks of the entropy", "a fixed micro-batch", "a budget", "sharing")
+SAME_FUNCTIONS = ("the head's options", "a fixed micro-batch", "a budget", "seats")
 
 
-@pytest.mark.parametrize("lost", [pytest.param(name, marks=pytest.mark.long if name in SAME_FUNCTIONS else ()) for name in LOST])
+@pytest.mark.parametrize("lost", [pytest.param(name, marks=pytest.mark.matrix if name in SAME_FUNCTIONS else ()) for name in LOST])
 def test_a_knob_that_is_lost_does_not_hold(small: ProofSetup, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     name, broken, knob, role = LOST[lost]
     monkeypatch.setattr(sizes if name == "sizing" else making, name, broken)
@@ -283,6 +283,7 @@ def test_a_knob_that_changes_the_gradient_does_not_hold(small: ProofSetup, monke
     assert record.reason.startswith("gradients differ by ") and record.reason.endswith("; 1e-09 is allowed")
 
 
+@pytest.mark.matrix
 def test_a_role_that_says_something_else_does_not_hold(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     own = roles.token_logprobs
 
@@ -347,6 +348,7 @@ def test_a_stall_is_what_is_prefilled_while_samples_wait() -> None:
     assert measure.LONGEST_STALL.read(step, "actor") == 15
 
 
+@pytest.mark.matrix
 def test_what_re_runs_differ_by_is_measured(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of CUDA, on a CPU: the same step again, and with each sample alone."""
     steps: list[str] = []

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from cases import sample_cases
 
 from fulltilt.algo.advantage import group_mean_whitened, group_relative, leave_one_out
 from fulltilt.memory.host import usable_cores
@@ -726,7 +727,10 @@ HANGS = ["hang", "spin", "stop itself", "grandchild, hang", "detached, hang"]
 HARMLESS = ["fork", "grandchild", "print"]
 
 
-@pytest.mark.parametrize(("action", "counted", "message"), FAILURES)
+FAILURES_ALONE = [failure for failure in FAILURES if failure[0] in ("raise", "eat", "_exit", "segfault", "close and stay", "lie")]
+
+
+@pytest.mark.parametrize(("action", "counted", "message"), sample_cases(FAILURES, *FAILURES_ALONE))
 def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_path: Path, action: str, counted: str, message: str) -> None:
     pool = pool_of(f"{bad_file}:score", run_dir=tmp_path / "run")
     texts = ["|1", "|2", f"{action}|9", "|4", "|5"]
@@ -743,7 +747,7 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
         assert wait_until_dead(noted_pids(tmp_path)) == []
 
 
-@pytest.mark.parametrize("action", HANGS)
+@pytest.mark.parametrize("action", sample_cases(HANGS, "spin", "stop itself", "detached, hang"))
 def test_a_call_past_its_deadline_is_killed_with_what_it_started(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
     pool = pool_of(f"{bad_file}:score", timeout_s=2.0)
     began = time.monotonic()
@@ -1206,7 +1210,7 @@ def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, po
 @pytest.mark.parametrize(
     ("bad", "grace_s", "message"),
     [
-        ("deaf", 0.3, "deadline of 2 s"),
+        pytest.param("deaf", 0.3, "deadline of 2 s", marks=pytest.mark.matrix),
         ("blocks", 0.0, "deadline of 2 s"),  # no time for the process to say so itself
         ("exits", 0.3, "ended its process with exit code 3"),
     ],
@@ -1292,7 +1296,7 @@ def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
 # Retries
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", sample_cases([True, False], True))
 def test_failed_calls_are_tried_again(tmp_path: Path, pool_of: Any, judge: Judge, asynchronous: bool) -> None:
     plain = """
         import os, urllib.request

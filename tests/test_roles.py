@@ -24,6 +24,7 @@ import peft
 import pytest
 import runs
 import torch
+from cases import sample_cases
 from safetensors.torch import load_file, save_file
 from test_loggers import metric_name, wandb_records
 from test_resume import cut_back
@@ -324,6 +325,7 @@ def critic_and_actor(folder: Path, *overrides: str) -> tuple[dict[str, torch.Ten
         return tensors, seen.pieces, seen.passes["critic"]
 
 
+@pytest.mark.matrix
 def test_how_the_critic_is_cut_does_not_show(folder: Path) -> None:
     expected, whole, passes = critic_and_actor(folder)
     assert set(whole["critic"]) == {1} and passes == 2
@@ -654,7 +656,7 @@ def test_the_penalty_of_each_token_is_taken_off_the_reward(folder: Path, tmp_pat
     np.testing.assert_allclose(found, expected_advantages, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("target", [None, 1e-4, 10.0])
+@pytest.mark.parametrize("target", sample_cases([None, 1e-4, 10.0], 10.0))
 def test_the_weight_of_the_penalty_follows_its_target(folder: Path, target: float | None) -> None:
     adaptive = () if target is None else (f"algorithm.reward_kl_target={target}", "algorithm.reward_kl_horizon=80")
     runs.train(folder, *QUICK, *REWARD_KL, "run.steps=4", "run.save_every=1", "train.lr=2e-2", *adaptive)
@@ -677,6 +679,7 @@ def test_a_fixed_weight_is_the_configurations_whatever_was_saved(folder: Path) -
         assert seen.run.rl_step(1)["actor/reward_kl_penalty_coeff"] == 0.3
 
 
+@pytest.mark.matrix
 def test_a_weight_that_follows_its_target_starts_anew_when_it_is_set_anew(folder: Path) -> None:
     def weight(steps: int, *overrides: str) -> float:
         runs.train(folder, *QUICK, *REWARD_KL, f"run.steps={steps}", "algorithm.reward_kl_target=10.0", *overrides)
@@ -752,7 +755,7 @@ def overlong(tokens: int) -> float:
 OVERLONG = ("algorithm.overlong_buffer=10", "algorithm.overlong_penalty=0.5")
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.rollout])
+@pytest.mark.parametrize("name", sample_cases([name for name, preset in PRESETS.items() if preset.rollout], "dapo", "ppo", "remax"))
 def test_long_responses_lose_with_every_algorithm(folder: Path, name: str) -> None:
     line = one_step(folder, f"algorithm.name={name}", NO_KL, *OVERLONG, "run.seed=4")
     sampled = runs.rollouts(folder, 1)
@@ -974,16 +977,23 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 # Every kind of state that a checkpoint brings back: a reference, carried groups, a critic, adapters with an adaptive weight, no rollout.
-DEFAULT = ("grpo", "dapo", "ppo", "adaptive KL in PPO's reward, with adapters", "sft")
+DEFAULT = ("dapo", "ppo", "adaptive KL in PPO's reward, with adapters", "sft")
+LONG = ("grpo", "rloo", "a whole critic beside adapters", "functions of one's own beside a critic", "a merged export")
 
 
 def test_every_algorithm_is_resumed() -> None:
     assert RESUMED.keys() == PRESETS.keys() and VARIANTS.keys() >= set(DEFAULT)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in VARIANTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *DEFAULT,
+        *(pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.matrix) for name in VARIANTS if name not in DEFAULT),
+    ],
+)
 def test_it_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, name: str) -> None:
-    """`make test` runs one variant for each kind of state, `make check` all others."""
+    """`make test` runs one variant for each kind of state, `make check` some others, `make check-all` all."""
     options = ("run.steps=4", "run.save_every=2", "run.keep=2", "run.eval_every=3", *VARIANTS[name])
     sft = "algorithm.name=sft" in options
     expected = prepared(tmp_path / "expected", model_folders("qwen3"), runs.SFT if sft else {**runs.GRPO, "algorithm": SMALL_STEPS})

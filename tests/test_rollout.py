@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -67,8 +68,8 @@ def generate(engine: NativeEngine, prompts: Sequence[Prompt], sampling: Sampling
 
 one_engine = cache(make_engine)
 
-# Plain layers, windows, capped scores, and experts; the others run in the long set. Blocks that are mixed up show in the log-probs of every
-# family, too.
+# Plain layers, windows, capped scores, and experts; the others run in make check-all. Blocks that are mixed up show in the log-probs of
+# every family, too.
 IN_SHORT = ("qwen2", "gemma3", "gemma2", "qwen3-moe")
 
 
@@ -80,7 +81,7 @@ class TestEveryModel:
         assert engine.stats().preemptions > 0
         check_trainers(engine, groups)
 
-    @pytest.mark.parametrize("family", models.FAMILIES)
+    @pytest.mark.parametrize("family", sample_cases(models.FAMILIES, *IN_SHORT))
     def test_greedy_text_is_transformers(self, family: str, model_folders) -> None:
         folder = model_folders(family)
         reference = models.reference(folder)
@@ -91,9 +92,7 @@ class TestEveryModel:
             assert group.samples[0].ids.tolist() == expected.tolist()
             assert group.samples[0].text == models.tokenizer().decode(expected, skip_special_tokens=True)
 
-    @pytest.mark.parametrize(
-        "family", [pytest.param(family, marks=() if family in IN_SHORT else pytest.mark.long) for family in models.FAMILIES]
-    )
+    @pytest.mark.parametrize("family", sample_cases(models.FAMILIES, "gemma3", "qwen3-moe"))
     def test_a_sample_does_not_depend_on_the_batch(self, family: str, model_folders) -> None:
         engine = one_engine(model_folders(family))
         prompts = random_prompts(6)
@@ -113,6 +112,7 @@ def check_same(left: Sequence[Group], right: Sequence[Group]) -> None:
         assert [sample.finish for sample in a.samples] == [sample.finish for sample in b.samples]
 
 
+@pytest.mark.matrix
 @settings(max_examples=15, deadline=None)
 @given(
     blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99)
@@ -148,7 +148,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Prompt], Sampling, dict[tuple[int, i
     return prompts, sampling, {sample: int(random.integers(1, sampling.max_new_tokens + 1)) for sample in forced}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize("family", sample_cases(["qwen2", "mistral"], "mistral"))
 @settings(max_examples=12, deadline=None)
 @given(
     request=requests(), block_tokens=st.sampled_from([1, 2, 4, 16]), spare=st.just(0) | st.integers(0, 12), max_seqs=st.integers(1, 9),
@@ -182,7 +182,7 @@ def test_passes_launched_ahead_give_the_same_samples(model_folders, monkeypatch)
     lengths = {(prompt.uid, index): int(random.integers(1, 121)) for prompt in prompts for index in range(4)}
     plain = list(engine.generate(prompts, sampling, 7, lengths))
     short = EngineLimits(blocks=60, block_tokens=4, max_seqs=20, max_batched_tokens=64)
-    for limits, burst in ((ROOMY, 16), (short, 16), (ROOMY, 4), (short, 5)):
+    for limits, burst in ((ROOMY, 16), (short, 5)):
         ahead = with_limits(engine, limits)
         ahead.decoder.overlaps = True
         monkeypatch.setattr(ahead.decoder, "burst", lambda rows, steps=burst: steps)
@@ -222,7 +222,7 @@ def samples_of_six(engine: NativeEngine, sampling: Sampling) -> tuple[Group, ...
     return generate(engine, SIX_PROMPTS, sampling)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     blocks=st.integers(13, 60), max_seqs=st.integers(1, 12), tokens=st.integers(4, 60), samples=st.integers(1, 3), first=st.integers(0, 3),
     polls=st.integers(0, 3), ahead=st.booleans(), sharing=st.booleans(),

@@ -286,7 +286,7 @@ def as_planned(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFol
 
 
 # Samples under other limits are compared on the engine itself, too.
-BY_DEFAULT = ("a token budget of one sample", "samples per micro-batch", "KV bytes")
+BY_DEFAULT = ("a token budget of one sample", "KV bytes")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in EXECUTIONS])

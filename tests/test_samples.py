@@ -96,7 +96,7 @@ def assert_same(found: Path, expected: Path) -> None:
         assert runs.contents(found / "run" / name) == runs.contents(expected / "run" / name)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in ("grpo", "ppo") else [pytest.mark.long]) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "ppo" else [pytest.mark.long]) for case in CASES])
 def test_a_run_is_the_one_whose_samples_pass_through_the_driver(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str
 ) -> None:
@@ -207,7 +207,7 @@ def test_rows_survive_the_way() -> None:
     assert unpack_rows(memoryview(pack_rows([]))) == [] and unpack_numbers(memoryview(pack_numbers([]))) == []
 
 
-@pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("there", [pytest.param(True, marks=pytest.mark.matrix), pytest.param(False, marks=pytest.mark.long)])
 def test_bytes_through_the_driver_do_not_grow_with_responses(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, there: bool
 ) -> None:

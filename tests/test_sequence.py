@@ -14,6 +14,7 @@ import devices
 import models
 import pytest
 import runs
+from cases import sample_cases
 from test_devices import (
     ADVERSARIAL,
     CASES,
@@ -58,11 +59,8 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "two of four, full": (4, (TWO, "train.shard=full")),
     "two of four, hybrid": (4, (TWO, "train.shard=hybrid", "train.shard_size=2")),
 }
-SHORT = {("dense", "two of two"), ("ppo", "two of four, full"), ("experts", "four of four")}
-LONG = {(case, "two of four") for case in ("dense", "experts", "padded", "sft", "gemma2", "ppo-lora")} | {
-    ("recompute", "four of four"),
-    ("lora", "two of four, full"),
-}
+SHORT = {("dense", "two of two"), ("experts", "four of four")}
+LONG = {(case, "two of four") for case in ("padded", "sft", "gemma2")} | {("ppo", "two of four, full"), ("lora", "two of four, full")}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +111,7 @@ def test_sizes_that_heads_and_workers_allow() -> None:
     assert sequence_sizes([(4, 4)], 3) == [1]
 
 
+@pytest.mark.matrix
 def test_every_role_has_a_size_of_its_own(
     pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
 ) -> None:
@@ -151,7 +150,10 @@ def test_roles_on_workers_of_their_own(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("workers", "settings"), [(2, (TWO,)), (4, (TWO,)), (4, (FOUR,)), (4, (TWO, "train.shard=full"))])
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    sample_cases([(2, (TWO,)), (4, (TWO,)), (4, (FOUR,)), (4, (TWO, "train.shard=full"))], (4, (FOUR,)), (4, (TWO, "train.shard=full"))),
+)
 def test_rows_that_cannot_be_shared_out_evenly(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, workers: int, settings: tuple[str, ...]
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import test_tensor_parallel as tensor
 import torch
 import torch.distributed as dist
+from cases import sample_cases
 from layers import apply_recompute
 from transformers import (
     AutoConfig,
@@ -315,7 +316,7 @@ TOKENS = 4
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", sample_cases([torch.bfloat16, torch.float32], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("family", [*QWEN2, "llama", "qwen3"])
 def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

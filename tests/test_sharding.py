@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import runs
 import torch
+from cases import sample_cases
 from shard_worker import Case, Trained, restore
 
 from fulltilt.batching.pack import MicroSizing, minibatch
@@ -95,8 +96,13 @@ CASES = [
 ]
 
 
+SHORT = (CASES[0], CASES[3], CASES[5], CASES[9], *CASES[-2:])  # tied weights, experts, adapters, and most settings at once
+
+
 @pytest.mark.parametrize(
-    ("family", "kind", "shard", "workers"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else None
+    ("family", "kind", "shard", "workers"),
+    sample_cases(CASES, *SHORT),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_the_gradient_is_that_of_one_process(
     pool: devices.Guests, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
@@ -118,7 +124,7 @@ def test_the_gradient_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(("shard", "workers"), WAYS)
+@pytest.mark.parametrize(("shard", "workers"), sample_cases(WAYS, ("full", 2), ("hybrid", 4)))
 def test_a_worker_holds_its_part_and_moves_what_is_predicted(
     pool: devices.Guests, model_folders: Folders, shard: str, workers: int, reshard: bool
 ) -> None:
@@ -164,7 +170,9 @@ def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: devices.G
         assert trace.whole_bytes == 0
 
 
-@pytest.mark.parametrize(("shard", "adapters"), [("full", False), ("hybrid", False), ("full", True)])
+@pytest.mark.parametrize(
+    ("shard", "adapters"), sample_cases([("full", False), ("hybrid", False), ("full", True)], ("hybrid", False), ("full", True))
+)
 def test_what_four_workers_saved_others_go_on_from(
     pool: devices.Guests, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
 ) -> None:
@@ -286,7 +294,7 @@ def test_ctrl_c_among_passes_that_gather_saves_the_last_whole_step(
     """A worker that stopped by itself would leave the others waiting for its part of the parameters."""
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     # Many micro-batches, and not equally many on both workers.
-    settings = ("run.steps=3", "run.save_every=0", "run.keep=1", "run.eval_every=0", "run.eval_before=false", "train.shard=full")
+    settings = ("run.steps=2", "run.save_every=0", "run.keep=1", "run.eval_every=0", "run.eval_before=false", "train.shard=full")
     settings += ("train.balance=false", "algorithm.minibatches_per_step=2", "ref.forward_token_budget=16")
     pool_of_devices.train(expected, 2, *settings)
     progress = Console.phase_progress

@@ -476,8 +476,6 @@ UNEVEN = {"vocab_size": 157}
 
 SHORT = [
     Case("qwen2", 2, {"tie_word_embeddings": True, **UNEVEN}, fused=True),
-    Case("qwen3", 4, recompute="full", options=HeadOptions(fused=False), together=True),
-    Case("gemma2", 2, UNEVEN, dtype="float32"),
     Case("qwen3-moe", 2, recompute="selective"),
     Case("llama", 2, BIASED, adapters=ALL, fused=True),
     Case("qwen2", 2, role="critic", fused=True),
@@ -485,6 +483,8 @@ SHORT = [
 ]
 PLAIN = HeadOptions(fused=False)
 MATRIX = [
+    Case("qwen3", 4, recompute="full", options=HeadOptions(fused=False), together=True),
+    Case("gemma2", 2, UNEVEN, dtype="float32"),
     *[Case(family, size) for family in ("qwen2", "qwen3", "llama", "gemma2", "phi3", "qwen3-moe", "mixtral") for size in (2, 4)],
     *[Case(family, 4, dtype="float32") for family in ("qwen2", "qwen3", "llama", "phi3", "qwen3-moe", "mixtral")],
     *[Case(family, 4, {"num_key_value_heads": heads}) for family in ("qwen3", "phi3") for heads in (1, 4)],

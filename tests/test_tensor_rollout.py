@@ -226,12 +226,12 @@ FORCED = {(0, 0): 1, (1, 2): 7, (3, 1): 8}
 SHORT = [
     Rollout("qwen2", 2, TIED, fused=True, limits=TIGHT),
     Rollout("qwen3", 4, ONE_KEY, limits=TIGHT, sampling=STOPS),
-    Rollout("gemma2", 2, UNEVEN, sampling=GREEDY),
-    Rollout("qwen3-moe", 4, sampling=RESTRICTED, limits=UNSHARED),
     Rollout("llama", 2, BIASED, adapters=ALL),
 ]
 FAMILIES = {"qwen2": TIED, "qwen3": {}, "llama": UNEVEN, "gemma2": {}, "qwen3-moe": {}}
 MATRIX = [
+    Rollout("gemma2", 2, UNEVEN, sampling=GREEDY),
+    Rollout("qwen3-moe", 4, sampling=RESTRICTED, limits=UNSHARED),
     *[
         Rollout(family, size, changes, sampling=sampling, limits=limits)
         for family, changes in FAMILIES.items()

@@ -63,8 +63,13 @@ COPIED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "experts of two, full, each samples": (4, ("train.expert_parallel=2", "train.shard=full")),
     "experts of two, sampled by two": (4, ("train.expert_parallel=2", "rollout.tensor_parallel=2")),
 }
-SHORT = {("dense", "two of two"), ("dense", "full, sampled by two"), ("ppo", "two of four"), ("experts", "four of four")}
-LONG = {(case, "two of four, full") for case in ("dense", "lora", "ppo")} | {("dense", "two of four, sequences of two")}
+SHORT = {("dense", "two of two"), ("dense", "two of two, each samples"), ("ppo", "two of four")}
+LONG = {
+    ("ppo", "two of four, full"),
+    ("dense", "two of four, sequences of two"),
+    ("experts", "four of four"),
+    ("dense", "full, sampled by two"),
+}
 
 
 def marks_of(case: str, way: str) -> list[pytest.MarkDecorator]:
@@ -102,7 +107,7 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        pytest.param(case, way, marks=[] if (case, way) in SHORT else [pytest.mark.matrix], id=f"{case}, {way}")
+        pytest.param(case, way, marks=marks_of(case, way), id=f"{case}, {way}")
         for case in ("dense", "lora", "experts")
         for way in COPIED
         if ("experts" in way) <= (case == "experts")
@@ -147,7 +152,7 @@ RESUMED = {
     "full": ["two of four", "two of four, full", "four of four"],
 }
 
-SAVED_LONG = {("ppo", "two of four"), ("lora", "two of four, full"), ("bfloat16", "full")}
+SAVED_LONG = {("ppo", "two of four"), ("lora", "two of four, full")}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_sizes_that_are_refused_before_anything_loads(
 @pytest.mark.parametrize(
     ("family", "keys", "workers"),
     [
-        ("qwen2", (TWO,), 2),
+        pytest.param("qwen2", (TWO,), 2, marks=pytest.mark.matrix),
         ("qwen2", (TWO,), 4),
         ("qwen3-moe", ("train.expert_parallel=2",), 4),
         pytest.param("qwen3-moe", (TWO, "train.expert_parallel=2"), 4, marks=pytest.mark.matrix),

@@ -65,8 +65,7 @@ def share(
 def with_experts(sharing: Sharing, replicas: Ranks, device: str) -> Sharing:
     """`replicas`: the workers that have the same experts, which may be this one alone. All workers must call it at the same time."""
     if replicas.alone:
-        alone = dist.new_group(replicas.numbers, timeout=replicas.deadline, use_local_synchronization=True)
-        replicas = replace(replicas, group=alone)
+        replicas = replace(replicas, group=replicas.group_of("alone", replicas.numbers))
     return replace(sharing, experts=share(replicas, device))
 
 
@@ -74,9 +73,10 @@ def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
     """The workers in groups of `size`. A group is made by its own workers alone, because workers with other roles do not come here; every
     worker makes its group of replicas first."""
     places = torch.tensor(ranks.numbers).view(-1, size)
-    lines = [line for line in (*places.t().tolist(), *places.tolist()) if ranks.number in line]
-    groups = [dist.new_group(line, timeout=ranks.deadline, use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    lines = [next(line for line in found.tolist() if ranks.number in line) for found in (places.t(), places)]
+    groups = [ranks.group_of(name, line) for name, line in zip(names, lines, strict=True)]
+    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=names)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ class Ranks:
     after: int = 0  # those that come after these
     deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own
     step: int = 1  # how far apart the numbers of neighbours are: above 1 in a line of workers
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)  # by what they do and the workers' numbers
 
     @property
     def number(self) -> int:
@@ -52,7 +53,7 @@ class Ranks:
 
     def line(self, size: int, step: int = 1) -> Ranks:
         """The group of this worker and others, `size` in all, each `step` places behind the one before it. A group is made by its own
-        workers alone, because workers with other roles do not come here; all of these must call it at the same time.
+        workers alone, because workers with other roles do not come here.
 
         Example, 8 workers: line(2) is 0 1, 2 3, 4 5 and 6 7; line(2, 2) is 0 2, 1 3, 4 6 and 5 7; line(4, 2) is 0 2 4 6 and 1 3 5 7
         """
@@ -63,7 +64,14 @@ class Ranks:
         found = replace(self, rank=(self.rank - first) // step, size=size, group=None, before=self.before + first, step=step)
         if size == 1:
             return found
-        return replace(found, group=dist.new_group(found.numbers, timeout=self.deadline, use_local_synchronization=True))
+        return replace(found, group=self.group_of("line", found.numbers))
+
+    def group_of(self, purpose: str, numbers: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these workers of the run, this one among them, for one purpose. Roles share it: each group takes memory of the
+        device under NCCL, and threads under gloo. It is made by its own workers alone, all of which must call it at the same time."""
+        if (purpose, tuple(numbers)) not in self.made:
+            self.made[purpose, tuple(numbers)] = dist.new_group(list(numbers), timeout=self.deadline, use_local_synchronization=True)
+        return self.made[purpose, tuple(numbers)]
 
     @property
     def of_run(self) -> int:
