@@ -20,7 +20,7 @@ from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequ
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
-from fulltilt.schema import Config, shares_model, shares_parameters
+from fulltilt.schema import Config, shares_model, shares_parameters, value_of
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
@@ -262,9 +262,11 @@ class Facts:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
-        measured = self.kv_bytes_per_token
-        return self.actor.shape.kv_bytes_per_token(self.actor.itemsize) if measured is None else measured
+        """Bytes of a token's keys and values that a worker has, which samples with `rollout_parts` others."""
+        if self.kv_bytes_per_token is not None:
+            return self.kv_bytes_per_token
+        parts, itemsize = self.rollout_parts, self.actor.itemsize  # heads beyond their number are copies
+        return sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in self.actor.shape.layers)
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ class RolePlan:
     settings: Mapping[str, RoleSettings]
     budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives to micro-batches of roles that learn, on CUDA
     words: tuple[str, ...] = ()  # what differs from the defaults, and why
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # why `auto` became what it did, by role and key
 
 
 @dataclass(frozen=True)
@@ -283,12 +286,13 @@ class Plan:
     budgets: Budgets
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # as those of `RolePlan`
 
     def beside(self, other: Plan) -> Plan:
         """The plan of a run in which other workers, with the other plan, have roles that these do not."""
         budgets = {name: getattr(other.budgets, name) for role in other.roles for name in OWN_BUDGETS[role]}
         together = replace(self, budgets=replace(self.budgets, **budgets), roles={**self.roles, **other.roles})
-        return replace(together, words=(*self.words, *other.words))
+        return replace(together, words=(*self.words, *other.words), reasons={**self.reasons, **other.reasons})
 
 
 def plan_of(
@@ -326,9 +330,10 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     steps = count_steps(config, facts.steps_per_epoch)
     if "actor" not in facts.roles:
         own = {role: roles.settings[role] for role in facts.roles}
-        return Plan(steps, updates_per_step(config), budgets, own, tuple(words_of_own_workers(config, facts, roles, budgets)))
+        words = tuple(words_of_own_workers(config, facts, roles, budgets))
+        return Plan(steps, updates_per_step(config), budgets, own, words, roles.reasons)
     words = (*in_words(config, facts, roles, memory, budgets, steps, samples), *changed)
-    return Plan(steps, updates_per_step(config), budgets, roles.settings, words)
+    return Plan(steps, updates_per_step(config), budgets, roles.settings, words, roles.reasons)
 
 
 # ---- the KV cache and budgets ----------------------------------------------------------------------------------------------------------
@@ -619,7 +624,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
         check_host(config, facts, made, budgets)
     settings = made.settings()
     words = (role_in_words(role, settings[role], made.reasons) for role in facts.roles)
-    return RolePlan(settings, budgets, tuple(text for text in words if text))
+    return RolePlan(settings, budgets, tuple(text for text in words if text), made.reasons)
 
 
 def given_decisions(config: Config, facts: Facts) -> Decisions:
@@ -870,6 +875,34 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
     return replace(chosen, why=f"{what} would take {in_bytes(needed)} of each device's {in_bytes(facts.device_bytes)}{otherwise}")
 
 
+# Keys that do not go with parameters that are shared out, and with models that are divided.
+UNSHARED = {
+    "train.compile": "compiled layers have not been tried with it",
+    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
+}
+UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
+
+
+def unshared(config: Config) -> dict[str, str]:
+    """The keys that do not go with parameters that are shared out, and why."""
+    found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
+    if config.train.recompute_method == "uniform" and together not in ("auto", 1):
+        found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
+    return found
+
+
+def why_unshared(config: Config) -> str | None:
+    """Why `auto` shares out no parameters; None: it may."""
+    return next((f"{key} is set" for key in unshared(config)), None)
+
+
+def why_undivided(config: Config, *, sampled: bool) -> str | None:
+    """Why `auto` divides no model; None: it may."""
+    if sampled and config.rollout.engine != "native":
+        return f'rollout.engine = "{config.rollout.engine}" samples from a whole model'
+    return next((f"{key} is set" for key in UNDIVIDED if value_of(config, key) is True), None)
+
+
 # ---- among how many workers models are divided -----------------------------------------------------------------------------------------
 
 
@@ -1029,23 +1062,21 @@ def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshar
     if facts.rollout and "actor" in facts.roles:
         copied = facts.copy_bytes or rollout_bytes(facts.actor.known_sizes, facts.sharding)
         why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if copied else why
-        sampling, words = useful_rollout(config, made, facts, whole.actor.shape)
+        sampling, words = useful_rollout(config, made, facts)
         if why is None and sampling > (1 - SLACK) * facts.device_bytes:
             why = f"{words} would take {in_bytes(sampling)} of the device's {in_bytes(facts.device_bytes)}"
         needed = max(needed, sampling)
     return Fit(needed, facts.sharding, why)
 
 
-def useful_rollout(config: Config, made: Decisions, facts: Facts, shape: Shape) -> tuple[int, str]:
+def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, str]:
     """About the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or as many as there are, and
-    what these are, in words. `shape`: that of the whole actor."""
-    algorithm, parts = config.algorithm, facts.rollout_parts
+    what these are, in words."""
+    algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    replicas = facts.sharding.workers * facts.parts // parts
+    replicas = facts.sharding.workers * facts.parts // facts.rollout_parts
     rows, longest = min(CACHED_SAMPLES, -(-samples // replicas)), facts.longest + longest_response(config)
-    itemsize = facts.actor.itemsize
-    token_bytes = sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in shape.layers)
-    cache = rows * longest * token_bytes if config.rollout.kv_bytes == "auto" else config.rollout.kv_bytes
+    cache = rows * longest * facts.token_bytes if config.rollout.kv_bytes == "auto" else config.rollout.kv_bytes
     beside = resident(made.keys, facts, None) if releases_memory(config) else most_resident(made, facts)
     decode = decode_bytes(config, facts, most_seqs(config, facts.device, samples))
     of_cache = f"{many(rows, 'sample')} of {longest} tokens" if config.rollout.kv_bytes == "auto" else in_bytes(cache)

@@ -44,6 +44,7 @@ from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.plan import (
     OFFLOADS,
     OWN_BUDGETS,
+    UNDIVIDED,
     Division,
     check_context,
     count_steps,
@@ -51,6 +52,7 @@ from fulltilt.plan import (
     own_sizes,
     size_key,
     unless_auto,
+    unshared,
     wrong_sequence_size,
 )
 from fulltilt.records import Prompt, UserError
@@ -66,12 +68,6 @@ from fulltilt.words import either, listed, many
 ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often in every row
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
-UNSHARED = {
-    "train.compile": "compiled layers have not been tried with it",
-    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
-}
-
-UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
 EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
@@ -421,14 +417,6 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
         if wrong and own % parts == 0 and same not in said:
             said.add(same)
             yield wrong
-
-
-def unshared(config: Config) -> dict[str, str]:
-    """The keys that do not go with parameters that are shared out, and why."""
-    found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
-    if config.train.recompute_method == "uniform" and together not in ("auto", 1):
-        found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
-    return found
 
 
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:

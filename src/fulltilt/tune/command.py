@@ -10,17 +10,15 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.records import UserError
-from fulltilt.schema import Config, uses_reward_model
+from fulltilt.schema import Config
 from fulltilt.settings import preset_of
 from fulltilt.tune import description
-from fulltilt.tune.own import own_plan
-from fulltilt.tune.report import PlanReport, report_of
+from fulltilt.tune.own import longest_row
+from fulltilt.tune.report import PlanReport, report_of, report_of_own
+from fulltilt.tune.runners_up import PlannedRun
 from fulltilt.tune.shapes import named_shape
 from fulltilt.tune.tables import as_json, lines, predict, read_table
 from fulltilt.words import many
-
-# `train --check` says nothing of memory.
-REMEDY = "`fulltilt train RUN.toml` tells what it plans for the devices that it finds, before its first step"
 
 
 def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tuple[dict[str, Any], str]:
@@ -46,19 +44,20 @@ def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: s
     config = configuration.load(path, overrides, here=False)
     if missing := not_planned(config):
         raise UserError(f"plan: {missing}")
-    check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
-    own = own_plan(config, named_shape(shape or config.model.path), cluster_for(config, hardware), response)
-    return report_of(own.run, own.knobs, own.reasons, own.refused)
+    model = named_shape(shape or config.model.path)
+    if preset_of(config).rollout:
+        check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    else:
+        check_response(response, longest_row(config, model), "data.max_tokens")
+    return report_of_own(PlannedRun(config, model, cluster_for(config, hardware), response))
 
 
 def not_planned(config: Config) -> str:
     """What the models of memory and time leave out of this run, with the remedy; empty: nothing."""
-    if config.algorithm.name == "sft":
-        return "supervised fine-tuning is not planned yet. Give a run with rollouts"
-    what = "a critic (algorithm.name or algorithm.advantage)" if preset_of(config).critic else ""
-    what = what or ("a reward model (reward.function)" if uses_reward_model(config) else "")
-    what = what or ("a role with workers of its own (cluster.roles)" if config.cluster.roles else "")
-    return what and f"{what} is not planned yet, and the figures would be too low without it. {REMEDY}"
+    engine = config.rollout.engine
+    if engine == "native" or not preset_of(config).rollout:
+        return ""
+    return f'rollout.engine = "{engine}" is not planned, and the figures would be too low. Plan with the native engine'
 
 
 def cluster_for(config: Config, hardware: str | None) -> Cluster:
