@@ -46,7 +46,7 @@ class Case:
     devices: UsedDevices = H200
 
     @staticmethod
-    def of(*overrides: str, shape: str = "Qwen2.5-1.5B", devices: UsedDevices = H200) -> Case:
+    def of(*overrides: str, shape: str = "Qwen2.5-1.5B", devices: UsedDevices = H200, **facts: Any) -> Case:
         tables: dict[str, Any] = {
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
@@ -55,7 +55,7 @@ class Case:
             "run": {"dir": "run", "steps": 9},
         }
         config, found = configuration.parse(tables, overrides, here=False), named_shape(shape)
-        plan = plan_of(found, config, device="cuda", device_bytes=H200.memory, host_bytes=2 * H200.memory, longest=400)
+        plan = plan_of(found, config, device="cuda", device_bytes=H200.memory, host_bytes=2 * H200.memory, longest=400, **facts)
         return Case(config, found, plan, devices)
 
     @cached_property
@@ -120,6 +120,20 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     rounds = case.predictor.metrics({**line, "train/num_gen_batches": 3})
     assert rounds["predicted/timing_s/gen"] == pytest.approx(3 * found["predicted/timing_s/gen"])
     assert case.predictor.metrics({"timing_s/update_actor": 1.0}) == {}
+
+
+def test_other_roles_and_given_rows_are_predicted_too() -> None:
+    line = {**LENGTHS, **COUNTS, **{f"timing_s/{name}": 1.0 for name in (*PHASES, "ref", "values", "update_critic")}}
+    compared = Case.of("algorithm.kl_coef=0.1").predictor
+    before = compared.metrics(line)
+    assert compared.metrics({**line, "response_length/mean": 900.0})["predicted/timing_s/ref"] > before["predicted/timing_s/ref"] > 0
+    critic = Case.of("algorithm.name=ppo", "algorithm.samples_per_prompt=1", roles=("actor", "critic")).predictor.metrics(line)
+    assert critic["predicted/timing_s/values"] > 0 and critic["predicted/timing_s/update_critic"] > 0
+    given = Case.of("algorithm.name=sft", "~algorithm.samples_per_prompt", "~rollout.max_new_tokens", rollout=False).predictor
+    rows = {"perf/total_num_tokens": 64000, "timing_s/update_actor": 1.0}
+    found, twice = given.metrics(rows), given.metrics({**rows, "perf/total_num_tokens": 128000})
+    assert found.keys() == {"predicted/timing_s/update_actor", "predicted/timing_s/step"}
+    assert twice["predicted/timing_s/update_actor"] > 1.5 * found["predicted/timing_s/update_actor"]
 
 
 def test_what_a_folder_keeps_is_read_back() -> None:

@@ -8,7 +8,7 @@ is fitted to the run; the same metrics give the same predictions. `UserError`: t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
@@ -17,8 +17,7 @@ from fulltilt.hardware import Cluster, accelerator
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.plan import Budgets, Plan, RoleSettings
 from fulltilt.records import UserError
-from fulltilt.schema import Config, uses_reward_model
-from fulltilt.settings import preset_of
+from fulltilt.schema import Config
 from fulltilt.shape import DecoderLayer, Experts, ModelFamily, Recompute, Shape
 from fulltilt.tune.constants import ENGINE_WORKSPACE
 from fulltilt.tune.description import RunDescription
@@ -57,15 +56,14 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan)
     """The run with what its own plan has decided. Lengths are limits and guesses until a step has measured them."""
     if devices.name == CPU:
         raise UserError("the models of memory and time are made for GPUs")
-    if missing := not_covered(config):
-        raise UserError(f"{missing} is not in the models of memory and time")
     cluster, budgets, own = devices.cluster, plan.budgets, plan.roles["actor"]
-    run = own_plan(config, shape, cluster, None).run
+    # Roles with workers of their own have them beside the actor's.
+    run = own_plan(config, shape, replace(cluster, gpus=cluster.gpus + sum(config.cluster.roles.values())), None).run
     copies, parts = run.backend == "fsdp" or budgets.rollout_parts != budgets.parts, budgets.rollout_parts
     cache = budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(BF16)
     copy = BF16 * parameters(shape).total if copies else 0
     share = min(1.0, ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory)
-    engine = replace(run.engine, tensor=parts, max_seqs=budgets.max_seqs, memory_share=share, own_copy=copies)
+    engine = replace(run.engine, tensor=parts, max_seqs=budgets.max_seqs, memory_share=share, own_copy=copies, keeps_copy=copies)
     by_samples = not config.actor.dynamic_batch and config.actor.micro_batch
     filled = {} if by_samples else {"token_budget": budgets.token_budget, "forward_token_budget": budgets.forward_token_budget}
     return replace(
@@ -78,38 +76,57 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan)
         offload_grads=own.offload_grads,
         offload_optimizer=own.offload_optimizer,
         offload_activations=own.offload_activations,
-        offload_reference="ref" in plan.roles and plan.roles["ref"].offload_params,
         fused_head=own.fused_head,
+        kept_logits=not own.head_recompute,
+        others=tuple(replace(other, run=as_planned(other.run, plan.roles.get(other.role))) for other in run.others),
     )
 
 
-def not_covered(config: Config) -> str:
-    """What the predictions would leave out of this run; empty: nothing."""
-    if config.algorithm.name == "sft":
-        return "supervised fine-tuning"
-    if preset_of(config).critic:
-        return "a critic"
-    if uses_reward_model(config):
-        return "a reward model"
-    return "a role with workers of its own" if config.cluster.roles else ""
+def as_planned(run: RunDescription, own: RoleSettings | None) -> RunDescription:
+    """Another role's model with what the run's own plan has decided for it."""
+    if own is None:
+        return run
+    return replace(
+        run,
+        recompute=Recompute(own.recompute, own.recompute_layers, own.recompute_method),
+        offload_params=own.offload_params,
+        offload_grads=own.offload_grads,
+        offload_optimizer=own.offload_optimizer,
+        offload_activations=own.offload_activations,
+    )
 
 
 # ---- a step ------------------------------------------------------------------------------------------------------------------------------
 
 
 def with_lengths(run: RunDescription, line: Mapping[str, float]) -> RunDescription | None:
-    """The run with the lengths and the number of samples that a step has measured; None: it has sampled nothing."""
+    """The run with the lengths that a step has measured; None: it has none."""
+    if not run.rollout:  # rows are given: prompt and response count as one
+        tokens = line.get("perf/total_num_tokens", 0) / run.batch.rows
+        return replace(run, lengths=replace(run.lengths, response=min(tokens, run.lengths.most_response))) if tokens else None
     names = ("prompt_length/mean", "prompt_length/max", "response_length/mean", "response_length/max")
     if any(line.get(name) is None for name in names):
         return None
     prompt, most_prompt, response, most_response = (line[name] for name in names)
-    return replace(run, lengths=Lengths(math.ceil(most_prompt), max(1, math.ceil(most_response)), prompt, max(1.0, response)))
+    lengths = Lengths(math.ceil(most_prompt), max(1, math.ceil(most_response)), prompt, max(1.0, response))
+    return for_every_role(run, lambda own: replace(own, lengths=lengths))
+
+
+def for_every_role(run: RunDescription, change: Callable[[RunDescription], RunDescription]) -> RunDescription:
+    """The change, made to the run and to the models beside its actor."""
+    return replace(change(run), others=tuple(replace(own, run=change(own.run)) for own in run.others))
 
 
 def with_rows(run: RunDescription, rows: float) -> RunDescription:
-    """The run with another number of samples in as many mini-batches."""
+    """The run with another number of samples in as many mini-batches. A reward model scores as many as before."""
     prompts, updates = max(1, round(rows / run.batch.samples)), run.batch.updates
-    return replace(run, batch=replace(run.batch, prompts=prompts, minibatch_prompts=max(1, math.ceil(prompts / updates))))
+    fewer = {"prompts": prompts, "minibatch_prompts": max(1, math.ceil(prompts / updates))}
+
+    def with_fewer(own: RunDescription) -> RunDescription:
+        return replace(own, batch=replace(own.batch, **fewer))
+
+    others = tuple(own if own.role == "reward_model" else replace(own, run=with_fewer(own.run)) for own in run.others)
+    return replace(with_fewer(run), others=others)
 
 
 def kept_rows(run: RunDescription, line: Mapping[str, float]) -> float:
@@ -127,7 +144,7 @@ def step_seconds(run: RunDescription, line: Mapping[str, float]) -> StepSeconds:
     """Seconds of a step of a run `with_lengths`, one round of sampling."""
     sampled = run.batch.rollout_prompts
     kept = with_rows(run, kept_rows(run, line))
-    kept = replace(kept, batch=replace(kept.batch, sampled=sampled))
+    kept = replace(kept, batch=replace(kept.batch, sampled=sampled)) if run.rollout else kept
     return replace(seconds_of(kept), update=update_seconds(with_rows(run, computed_rows(run, line))))
 
 
@@ -158,7 +175,7 @@ class Predictor:
         phases = {TIMING_NAMES.get(phase, ""): own.total * (rounds if phase == "rollout" else 1) for phase, own in seconds.phases.items()}
         measured = {name: total for name, total in phases.items() if f"timing_s/{name}" in line}
         yield from ((f"{PREDICTED}timing_s/{name}", total) for name, total in measured.items())
-        yield f"{PREDICTED}timing_s/step", sum(measured.values()) + seconds.other.total
+        yield f"{PREDICTED}timing_s/step", sum(measured.values()) - seconds.hidden + seconds.other.total
         memory = memory_of(run)
         for name in MEMORY_PHASES:
             peak = peak_of(memory, name)
