@@ -32,6 +32,7 @@ from typer.core import TyperCommand, TyperGroup
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
 from fulltilt.cluster.hosts import WorkerError
+from fulltilt.folders import RUN_MARKER
 from fulltilt.interrupts import interrupts_repeated
 from fulltilt.observe import streams
 from fulltilt.records import UserError
@@ -327,22 +328,29 @@ def typed_lines() -> Iterator[str]:
 
 @app.command()
 def doctor(
-    run: Annotated[Path | None, argument("RUN_DIR", "The folder of a run. Adds the memory that its newest step used.")] = None,
+    run: Annotated[
+        Path | None, argument("RUN_DIR", "The folder of a run: where its time and memory went, and what would help most.")
+    ] = None,
     address: Annotated[
         str | None, option("HOST:PORT|auto", "A Ray cluster, as cluster.address has it. Adds what its machines have, and how they differ.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Report what is installed and usable here, and what is missing."""
+    """Report what is installed and usable here, and what is missing. With RUN_DIR, explain how a run spends its time and memory."""
     if run is not None and not run.is_dir():
         what = "is a file" if run.exists() else "no such folder"
         raise UserError(f"{run}: {what}. Give the folder of a run (its run.dir), or nothing")
     if run is not None and (run / "config.json").is_file():
         raise UserError(f"{run}: is the folder of a model. Give the folder of a run (its run.dir), or nothing")
-    loading("PyTorch")
+    if run is not None and not any((run / name).exists() for name in ("metrics.jsonl", RUN_MARKER)):
+        raise UserError(f"{run}: is not the folder of a run. Give the folder of a run (its run.dir), or nothing")
+    if run is not None and address is not None:
+        raise UserError("doctor: RUN_DIR and --address are two questions. Give one of them")
+    if run is None:
+        loading("PyTorch")
     from fulltilt import doctor as examination
 
-    report = examination.examine(run, address)
+    report = examination.examine_run(run) if run else examination.examine(address)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:

@@ -50,6 +50,7 @@ from fulltilt.words import joined, many
 
 # The roles whose phases are not the actor's. Phases between steps are everyone's.
 PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
+OF_ALL_WORKERS = ("perf/gpu_utilization",)  # metrics of which the mean over the workers counts, not the most of any
 SomeRow = TypeVar("SomeRow", bound=AnyRow)
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
@@ -103,6 +104,7 @@ class Crew:
         firsts = [facts[ranks[0]] for ranks in self._groups]
         self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
         self.notes = tuple(note for each in firsts for note in each.notes)
+        self.device = facts[actors[0]].device  # of the actor's workers
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
         self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
         self._gathers = {role for role, ranks in self._workers.items() if facts[ranks[0]].gathers}  # roles whose workers compute together
@@ -425,7 +427,8 @@ class Crew:
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
-        the bytes that went between the driver and workers in other processes, how often memory ran out, and budgets that have changed."""
+        how busy their GPUs were on average, the bytes that went between the driver and workers in other processes, how often memory ran
+        out, and budgets that have changed."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         apart: Metrics = {}
         for ranks in self._groups:
@@ -438,12 +441,8 @@ class Crew:
             apart |= {name: max(apart.get(name, 0.0), each) for name, each in spreads.items()}
         failures, self.budgets.failures = self.budgets.failures, 0
         budgets = {f"budget/{name}": float(size) for name, size in self.budgets.changed.items()}
-        return (
-            {name: max(each) for name, each in gathered(found).items()}
-            | apart
-            | self._traffic()
-            | {"perf/out_of_memory": failures, **budgets}
-        )
+        together = {name: float(np.mean(each)) if name in OF_ALL_WORKERS else max(each) for name, each in gathered(found).items()}
+        return together | apart | self._traffic() | {"perf/out_of_memory": failures, **budgets}
 
     def _traffic(self) -> Metrics:
         """Bytes between the driver and workers in other processes since the last call."""

@@ -48,6 +48,7 @@ from fulltilt.model import lora
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
@@ -151,6 +152,8 @@ def load_worker(
     worker = make_worker(
         config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grids, sharding, shared, division.words
     )
+    if order.roles and device.type == "cuda":
+        worker.utilization = GpuUtilization.of(str(torch.cuda.get_device_properties(device).uuid))
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None

@@ -31,6 +31,7 @@ from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
@@ -100,6 +101,7 @@ class WorkerFacts:
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+    device: str = "CPU"  # its name, as the driver of a GPU has it
     device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
 
 
@@ -199,10 +201,10 @@ class Residents:
 
 LESS_IN_UPDATES = (
     'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", {section}.offload_activations = true or '
-    "{section}.offload_optimizer = true"
+    "{section}.offload_optimizer = true (docs/troubleshooting.md)"
 )
 LESS_IN_PASSES = "Lower {role}.forward_token_budget (a longer sample runs alone)"
-LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
+LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs (docs/troubleshooting.md)"
 LESS_MEMORY = {
     "update-actor": LESS_IN_UPDATES.format(section="train", role="actor"),
     "update-critic": LESS_IN_UPDATES.format(section="critic", role="critic"),
@@ -255,6 +257,10 @@ def nothing() -> None:
     """Where nothing has to be done."""
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else "CPU"
+
+
 @dataclass(eq=False)
 class Worker:
     """One device with its roles, optimizers, engine and memory account."""
@@ -277,6 +283,7 @@ class Worker:
     sampling: Ranks = ALONE  # the members that sample together
     host_group: Ranks = ALONE  # the same members, for collectives in main memory
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
+    utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not say how busy it is
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
@@ -288,7 +295,7 @@ class Worker:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
             self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
-            self.account.device_bytes // self.ranks.sharing,
+            device_name(self.account.device), self.account.device_bytes // self.ranks.sharing,
         )  # fmt: skip
 
     @property
@@ -576,10 +583,12 @@ class Worker:
         return None
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and what collectives have moved in a step's phases."""
+        """Memory and how busy the GPU was, measured since the last call, and what collectives have moved in a step's phases."""
         peak, moved = self.account.peak_bytes, dict(self._moved)
         self._moved.clear()
+        busy = self.utilization.take() if self.utilization else None
         return {
+            **({"perf/gpu_utilization": busy} if busy is not None else {}),
             **({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}),
             **self.account.metrics(),
             **{f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in moved.items()},
@@ -642,6 +651,8 @@ class Worker:
         return {f"{prefix}{name}": kept for prefix, all_kept in own.items() for name, kept in all_kept.items()}
 
     def close(self) -> None:
+        if self.utilization:
+            self.utilization.close()
         if self.shelf:
             self.shelf.close()
         if self.engine:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.loop.saved import Change, SavedState, changed_keys, changed_rows, changes_since, edited, file_digests, read_state
+from fulltilt.model.load import read_config, shape_of
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
@@ -40,7 +41,9 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, to_toml, value_of
 from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
-from fulltilt.words import joined, many
+from fulltilt.tune.explain import explain
+from fulltilt.tune.predict import Predictor, UsedDevices, describe_run, saved_facts
+from fulltilt.words import first_line, joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
 LAYOUT = ("workers", "parts", "rollout_parts")  # those of a run's sizes that tell how models are divided
@@ -136,7 +139,10 @@ class Attempts:
                 warn_of_effects(config, parts, state, console)
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
-            write_set_up(config, parts, self.folder, state, self.origin, console)
+            predictions = foreseen(config, parts)
+            if isinstance(predictions.found, str) and not self.restarts:
+                console.note(f"predictions of time and memory are left out: {predictions.found}")
+            write_set_up(config, parts, self.folder, state, self.origin, console, predictions.saved)
             if found and state:
                 if not changed:
                     keep_changed_budgets(parts, state)
@@ -149,10 +155,41 @@ class Attempts:
                 console.note(text)
             stack.enter_context(freeze_existing_objects())
             with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files)
+                predictor = predictions.found if isinstance(predictions.found, Predictor) else None
+                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files, predictor)
                 summary = self._run.train()
             loggers.close(finished=not summary.interrupted)
+            if summary.steps and not summary.interrupted:
+                tell_where_time_went(path, console)
             return summary
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What the models of memory and time are for a run."""
+
+    found: Predictor | str  # or why they predict nothing
+    saved: Mapping[str, Any] = field(default_factory=dict)  # for the plan's file
+
+
+def foreseen(config: Config, parts: RunParts) -> Foreseen:
+    """A run needs no predictions: whatever keeps the models from making them is told, and the run goes on."""
+    crew, plan, saved = parts.crew, parts.plan, dict[str, Any]()
+    try:
+        shape = shape_of(read_config(config.model))
+        devices = UsedDevices(crew.device, crew.device_bytes, plan.budgets.workers, config.cluster.nodes)
+        saved = saved_facts(shape, devices, plan)
+        return Foreseen(Predictor(describe_run(config, shape, devices, plan)), saved)
+    except Exception as error:
+        return Foreseen(first_line(error), saved)
+
+
+def tell_where_time_went(folder: Path, console: Console) -> None:
+    try:
+        for text in explain(folder).summary():
+            console.note(text)
+    except Exception as error:  # the run is done, whatever its metrics hold
+        console.warn(f"where the time went is not known: {first_line(error)}")
 
 
 @contextlib.contextmanager
@@ -247,16 +284,17 @@ def keep_changed_budgets(parts: RunParts, state: SavedState) -> None:
 
 
 def write_set_up(
-    config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console
-) -> None:
+    config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console,
+    more: Mapping[str, Any],
+) -> None:  # fmt: skip
     """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint; without one, what a run has written whose
-    checkpoints were deleted is moved aside."""
+    checkpoints were deleted is moved aside. `more`: what the plan's file has for `fulltilt doctor`."""
     path = folder.path
     if state is None and (aside := folder.move_aside()):
         console.warn(f"the checkpoints of the earlier run in {path} are gone: its metrics and rollouts were moved to {aside}")
     if origin is None or origin.resolve() != (path / SNAPSHOT).resolve():
         write_whole(path / SNAPSHOT, to_toml(config))
-    plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
+    plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words, **more}
     write_whole(path / PLAN, json.dumps(plan, indent=1))
     metrics = MetricsFile(path / METRICS)
     warning = metrics.truncate(state.metrics_offset if state else 0)

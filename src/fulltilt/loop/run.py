@@ -45,6 +45,8 @@ from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import VALIDATION_METRICS, Config
 from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore, Digests
 from fulltilt.tune import control
+from fulltilt.tune.predict import Predictor
+from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
@@ -97,8 +99,10 @@ class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
         on_step: OnStep | None = None, folder: RunFolder | None = None, files: FileDigests | None = None,
+        predictor: Predictor | None = None,
     ) -> None:  # fmt: skip
-        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
+        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints.
+        `predictor`: None where there are no predictions beside the measurements."""
         self.config = config
         self.parts = parts
         self.crew = parts.crew
@@ -114,6 +118,7 @@ class Run:
         if folder:
             store.on_saved = folder.note_checkpoint
         self.files = files or {}
+        self.predictor = predictor
         path = Path(config.run.dir)
         self.metrics = MetricsFile(path / METRICS)
         self.rollouts = RolloutFiles(path / ROLLOUTS, config.run.save_rollouts)
@@ -430,6 +435,7 @@ class Run:
         self.crew.budgets.seen.clear()  # of a validation
         metrics = self._step(step)
         self._follow_memory(metrics)
+        metrics |= self._predicted(metrics)
         validated = run.eval_every > 0 and step % run.eval_every == 0
         try:
             if validated:
@@ -465,6 +471,17 @@ class Run:
             if change:
                 self.crew.use_budgets({work.budget: change.budget})
                 self.console.note(f"{work.phase}: {work.budget} changes from {before} to {change.budget} tokens: {change.reason}")
+
+    def _predicted(self, metrics: Metrics) -> Metrics:
+        """Predictions beside what the step has measured. Whatever a model cannot do with a step's numbers, the run goes on."""
+        if self.predictor is None:
+            return {}
+        try:
+            return self.predictor.metrics(metrics)
+        except Exception as error:
+            self.predictor = None
+            self.console.warn(f"predictions are left out from here on: {type(error).__name__}: {first_line(error)}")
+            return {}
 
     def _call_back(self, step: int, metrics: Metrics) -> None:
         """Tell the user's function of the finished step. The step is whole: whatever the function raises, a healthy one is saved first."""
