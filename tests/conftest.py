@@ -136,6 +136,18 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def named_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder to be in, with the model `m` and the data `t` that configurations of tests name. Nothing is in them."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text("{}")
+    (folder / "t").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the command `fulltilt demo` ran, once for all test processes, with what it printed in `said.txt`."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, sizes
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.faults import install
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
@@ -354,6 +355,11 @@ class Member:
         self.uncount()
         return self.counted
 
+    def run_out(self, faults: str) -> None:
+        """Have the worker run out of memory where `faults` says (cluster/faults.py)."""
+        if self.notes:
+            install(self.notes.worker, faults)
+
     def break_at(self, rank: int, number: int, how: str, after: str, sign: str) -> None:
         """Have the worker of this rank fail in its `number`-th optimizer step (from 0), as soon as the file `after` exists; then it makes
         the file `sign`."""
@@ -363,9 +369,9 @@ class Member:
         optimizer = self.notes.worker.trainers["actor"].optimizer
         step, left = optimizer.step, iter(range(number))
 
-        def breaking() -> Any:
+        def breaking(**given: Any) -> Any:
             if next(left, None) is not None:
-                return step()
+                return step(**given)
             while not os.path.exists(after):
                 time.sleep(0.01)
             Path(sign).touch()
@@ -461,11 +467,26 @@ class Noted:
     gradients: dict[str, list[Whole]] = field(default_factory=dict)  # by role, of each optimizer step, of all workers together
 
 
+def run_once(make: Callable[[str], tuple[Path, Sequence[str]]], pool: Pool) -> Callable[[str], tuple[Path, Noted]]:
+    """A function that gives one step of a case in one process, with its folder, and makes it when the case is first asked for. `make`: the
+    folder and the settings of a case."""
+    made: dict[str, tuple[Path, Noted]] = {}
+
+    def run(case: str) -> tuple[Path, Noted]:
+        if case not in made:
+            folder, settings = make(case)
+            made[case] = folder, pool.train(folder, 1, *settings)[1]
+        return made[case]
+
+    return run
+
+
 class Pool:
     def __init__(self, size: int = SIZE) -> None:
         self._size = size
         self._processes: Processes | None = None
         self.breaks: tuple[int, int, str, str, str] | None = None  # for `Member.break_at`, in the next run
+        self.faults = ""  # for `Member.run_out`, in all runs
         self.apart = False  # whether each worker is taken for a machine of its own
         self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
@@ -494,6 +515,8 @@ class Pool:
         def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
             team = Team(self.processes, order, size, apart=self.apart)
             self._alone = None
+            if self.faults:
+                self.processes.start("run_out", [(self.faults,)] * self._size, what="breaking").results()
             if self.breaks:
                 self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()
             return team

@@ -16,11 +16,7 @@ Enters: a device. Leaves: for each part what it has measured:
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +25,9 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_shards import assembled, steps_of
+from gpu_shards import assembled, measure, steps_of
 from gpu_workers import compare, make, train
 
-from fulltilt.bench import report
 from fulltilt.bench.step import make_language
 
 TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
@@ -139,27 +134,5 @@ def long(scratch: Path, device: str) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "gaps": gaps, "long": long}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    given = parser.parse_args()
-    os.environ["FULLTILT_SHARE_DEVICES"] = "1"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    document = {"device": name, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
-    with tempfile.TemporaryDirectory() as scratch:
-        for part in given.parts or PARTS:
-            begin = time.perf_counter()
-            try:
-                found = PARTS[part](Path(scratch), given.device)
-            except Exception as error:  # the other parts are worth having
-                found = {"error": repr(error)}
-            document[part] = {"seconds of all": time.perf_counter() - begin, **found}
-            given.out.write_text(json.dumps(document, indent=1) + "\n")  # what was measured so far
-            print(part, json.dumps(document[part])[:1500], flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    measure(__doc__, PARTS)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,23 +140,30 @@ def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
 PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "memory": memory, "queue": queue}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(description: str | None, parts: Mapping[str, Callable[[Path, str], dict[str, Any]]]) -> None:
+    """Measure the parts that the command line names, or all of them. One that fails does not keep the others from being measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args()
     os.environ["FULLTILT_SHARE_DEVICES"] = "1"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    document = {"device": given.device, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    document: dict[str, Any] = {"device": name, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
     with tempfile.TemporaryDirectory() as scratch:
-        for part in given.parts or PARTS:
+        for part in given.parts or parts:
             begin = time.perf_counter()
-            found = PARTS[part](Path(scratch), given.device)
+            try:
+                found = parts[part](Path(scratch), given.device)
+            except Exception as error:
+                found = {"error": repr(error)}
             document[part] = {"seconds of all": time.perf_counter() - begin, **found}
             given.out.write_text(json.dumps(document, indent=1) + "\n")  # what was measured so far
             print(part, json.dumps(document[part])[:1500], flush=True)
+    if any("error" in document[part] for part in given.parts or parts):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, PARTS)

@@ -103,6 +103,7 @@ SFT = {
 CLOCK = (
     "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "rollout/time_", "rollout/prefill_tokens_per_s",
     "rollout/decode_tokens_per_s", "memory_gib/", "memory_spread_gib/", "sync/", "driver/",
+    "perf/gpu_utilization",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from fulltilt.config import parse
 from fulltilt.presets import FUNCTION_KEYS, PRESETS
 from fulltilt.records import Row, TokenTerms, UserError, ValueTerms
 from fulltilt.schema import AlgorithmConfig, Config
+
+pytestmark = pytest.mark.usefixtures("named_files")
 
 # ---------------------------------------------------------------------------------------------------------------- the plain computation
 
@@ -732,18 +734,6 @@ def tables(settings: dict[str, Any]) -> dict[str, Any]:
 
 def config(**settings: Any) -> Config:
     return Config.model_validate(tables(settings))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The model and the data that every configuration here names."""
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "m").mkdir()
-    (folder / "m" / "config.json").write_text("{}")
-    (folder / "t").write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield
 
 
 def checked(**settings: Any) -> Config:

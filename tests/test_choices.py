@@ -28,7 +28,8 @@ from fulltilt.presets import ESTIMATORS, FUNCTION_KEYS, LOSSES, PRESETS, preset_
 from fulltilt.records import MicroBatch, Row, Score, TokenTerms, UserError
 from fulltilt.schema import AlgorithmConfig, Config
 
-H = 1e-6  # of finite differences
+pytestmark = pytest.mark.usefixtures("named_files")
+H = 1e-6  # the step of finite differences
 
 
 def config(**keys: Any) -> Config:
@@ -662,17 +663,6 @@ def test_the_reward_of_a_rejected_sample_still_counts_in_its_group() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------------- names and mistakes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "m").mkdir()
-    (folder / "m" / "config.json").write_text("{}")
-    (folder / "t").write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield
 
 
 def mistakes(**keys: Any) -> str:

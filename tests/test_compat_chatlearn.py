@@ -123,6 +123,11 @@ def test_overrides_come_last_and_units_are_told(tmp_path: Path) -> None:
     assert any("no whole number of prompts" in problem for problem in uneven.problems)
     wrong = translated(path, "runtime_args.num_episodes=3")
     assert any("the nearest is runtime_args.num_episode" in problem for problem in wrong.problems)
+    limits = [f"{POLICY}.max_prompt_tokens_length=1024", f"{POLICY}.max_response_tokens_length=512"]
+    got = values(translated(path, *limits))
+    assert (got["data.max_prompt_tokens"], got["rollout.max_new_tokens"]) == (1024, 512)
+    with pytest.raises(UserError, match="scripts of ChatLearn's are not read"):
+        translated(tmp_path / "train.sh")
     with pytest.raises(UserError, match="no such file"):
         translated(tmp_path / "gone.yaml")
 

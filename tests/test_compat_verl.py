@@ -27,6 +27,7 @@ from fulltilt.config import RULES
 from fulltilt.knobs import LEDGER
 from fulltilt.records import UserError
 from fulltilt.schema import Config
+from fulltilt.shape import SHAPES
 
 BASE = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/model"]
 GRPO = [
@@ -59,6 +60,7 @@ KL = [f"{ACTOR}.use_kl_loss=True"]
 TOKENS = [f"{ACTOR}.use_dynamic_bsz=True"]
 VALIDATED = ["data.val_files=val.parquet", f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1.0"]
 REWARDED = ["reward_model.enable=True", "reward_model.model.path=org/judge"]
+PPO_SMALL = ["algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=512"]
 DAPO = ["reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"]
 BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
@@ -145,6 +147,14 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     f"{ROLLOUT}.val_kwargs.top_p=0.7": (VALIDATED, {"eval.top_p": 0.7}),
     f"{ROLLOUT}.val_kwargs.n=16": (VALIDATED, {"eval.samples_per_prompt": 16}),
     "critic.optim.lr=2e-5": (["algorithm.adv_estimator=gae"], {"critic.lr": 2e-5}),
+    "critic.optim.lr_warmup_steps=5": (PPO_SMALL, {"critic.warmup_steps": 10, "train.warmup_steps": 0}),  # two updates a step
+    "critic.optim.lr_warmup_steps_ratio=0.5": (PPO_SMALL, {"critic.warmup_steps": 10}),  # of 10 steps
+    "critic.optim.warmup_style=cosine": (PPO_SMALL, {"critic.schedule": "cosine", "train.schedule": "constant"}),
+    "critic.optim.weight_decay=0.1": (PPO_SMALL, {"critic.weight_decay": 0.1, "train.weight_decay": 0.01}),
+    "critic.grad_clip=0.5": (PPO_SMALL, {"critic.clip_grad": 0.5, "train.clip_grad": 1.0}),
+    "critic.model.use_remove_padding=True": (PPO_SMALL, {"critic.packing": True}),
+    "critic.model.enable_gradient_checkpointing=True": (PPO_SMALL, {"critic.recompute": "full"}),
+    "critic.fsdp.param_offload=True": (PPO_SMALL, {"critic.offload_params": True}),
     "critic.model.path=org/critic": (["algorithm.adv_estimator=gae"], {"critic.path": "org/critic"}),
     "critic.ppo_micro_batch_size_per_gpu=2": (["algorithm.adv_estimator=gae"], {"critic.dynamic_batch": False, "critic.micro_batch": 2}),
     "critic.cliprange_value=0.2": (["algorithm.adv_estimator=gae"], {"algorithm.value_clip": 0.2}),
@@ -200,7 +210,7 @@ REFUSED = {
     f"{ROLLOUT}.multi_turn.enable=True": "multi-turn rollouts and tools are not built",
     f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml": "multi-turn rollouts and tools are not built",
     f"{ACTOR}.megatron.pipeline_model_parallel_size=2": "pipeline parallelism is not built",
-    "critic.optim.lr_warmup_steps_ratio=0.05": "the critic's schedule is the actor's",
+    f"{ACTOR}.optim.lr_scheduler_type=wsd": "the schedule wsd is not built",
     "data.custom_cls.path=mine.py": "a data set class of your own",
     "algorithm.adv_estimator=mystery": "verl's estimator mystery is not built",
     f"{ACTOR}.kl_loss_type=full": "has no equivalent here",
@@ -251,6 +261,9 @@ def test_a_share_of_the_gpu_becomes_bytes_with_its_arithmetic(tmp_path: Path) ->
     found = answer(translated(*arguments, seen=Surroundings(gpu_bytes=80 * 2**30)), f"{ROLLOUT}.gpu_memory_utilization")
     assert found.sets == {"rollout.kv_bytes": 40 * 2**30 - 494_032_768 * 2}  # 40 GiB less the weights of 0.5B in bfloat16
     assert "0.5 x 80.0 GiB - 942.3 MiB of weights = 39.1 GiB" in found.why
+    by_name = [*GRPO, f"{ARR}.model.path=org/half-a-billion", *arguments[-2:]]
+    hub = Surroundings(files=False, gpu_bytes=80 * 2**30, sizes_of=lambda name: SHAPES["0.5B"] if "half" in name else None)
+    assert answer(translated(*by_name, seen=hub), f"{ROLLOUT}.gpu_memory_utilization").sets == found.sets
     unseen = answer(translated(*arguments), f"{ROLLOUT}.gpu_memory_utilization")
     assert unseen.sets == {"rollout.kv_bytes": "auto"} and "no GPU is seen here" in unseen.why
 
@@ -356,7 +369,10 @@ def test_the_length_of_a_run_with_dynamic_sampling_is_counted(tmp_path: Path) ->
         f"{ACTOR}.ppo_mini_batch_size=8",
     ]
     assert values(translated(*arguments, seen=Surroundings()))["run.steps"] == 100 // 16 * 3
-    assert "Add trainer.total_training_steps=N" in answer(translated(*arguments), "trainer.total_epochs").why
+    unseen = translated(*arguments, "custom_reward_function.path=mine.py")
+    assert answer(unseen, "trainer.total_epochs").pending == ("run.steps",) and unseen.mistakes == ()
+    assert "Add trainer.total_training_steps=N" in unseen.undecided["run.steps"] and "TO BE SET: run.steps" in command.run_file(unseen)
+    assert not command.overridden(unseen, ["run.steps=5"]).problems
 
 
 # -- never dropped, never a crash --------------------------------------------------------------------------------------------------------
@@ -379,7 +395,7 @@ def check(table: Table, keys: dict[str, Any], retune: bool) -> None:
     assert sum(len(found.of_kind(kind)) for kind in KINDS) == len(keys)
     assert all(each.why for each in found.answers if each.kind != "honoured")
     for each in found.of_kind("honoured"):
-        assert each.sets and each.sets.keys() <= found.values.keys()
+        assert (each.sets or each.pending) and each.sets.keys() <= found.values.keys()
     tables = tomllib.loads(command.run_file(found))
     config = Config.model_validate(
         {**tables, "model": {"path": ".", **tables.get("model", {})}, "data": {"train": ".", **tables.get("data", {})}}
@@ -517,7 +533,11 @@ def test_a_script_is_followed_to_its_command_and_never_executed(tmp_path: Path) 
         ("\nX=$(date)\npython3 -m verl.trainer.main_ppo trainer.experiment_name=$X", "line 2: $(date) would have to be run"),
         ("python3 -m verl.trainer.main_ppo \\\n a=$GONE", "line 2: $GONE is not set"),
         ("\n\nfor i in 1 2; do\n python3 -m verl.trainer.main_ppo a=$i\ndone", "line 3: a `for` loop is not followed"),
-        ("f() {\n echo\n}", "line 1: a function is not followed"),
+        ("for i in 1 2; do\n X=$i\ndone\npython3 -m verl.trainer.main_ppo a=$X", "line 1: a `for` loop is not followed"),
+        ("f() {\n f\n}\nf", "the function f calls itself"),
+        ("exit 0\npython3 -m verl.trainer.main_ppo a=1", "line 1: the script ends here"),
+        ("X=${Y:-$(date)}\npython3 -m verl.trainer.main_ppo trainer.b=$X", "or set Y in the environment. Or give trainer.b=VALUE"),
+        ("A=(a=1 trainer.b=$(date))\npython3 -m verl.trainer.main_ppo ${A[@]}", "line 1: $(date) would have to be run"),
         ("if python3 -c 'x'; then\npython3 -m verl.trainer.main_ppo a=1\nfi", "depends on what is not known"),
         ("echo hello", "no command in it starts a trainer"),
         ("python3 -m verl.trainer.main_ppo a=1\npython3 -m verl.trainer.main_ppo a=2", "lines 1 and 2 each start a trainer"),
@@ -547,8 +567,10 @@ PYTHONUNBUFFERED=1 nohup "${LAUNCH[@]}" -m verl.trainer.main_ppo \\
 
 
 def test_a_script_with_arrays_and_conditions_needs_only_what_it_cannot_know() -> None:
+    unknown = shell.read(NEWER, ["a=1"], {})  # Ray's trainer does not depend on what starts Python
+    assert unknown.arguments == ("actor_rollout_ref.rollout.name=vllm", "a=1") and unknown.launcher == ("nohup",)
     with pytest.raises(UserError, match=r"line 2: .* would have to be run.* and the condition in line 4 needs it"):
-        shell.read(NEWER, ["a=1"], {})
+        shell.read(NEWER.replace("main_ppo", "sft_trainer"), ["a=1"], {})
     launch = shell.read(NEWER.replace("\n", "\r\n"), ["a=1", "b=x y"], {"DEVICE": "gpu"})
     assert launch.arguments == ("actor_rollout_ref.rollout.name=vllm", "a=1", "b=x y")
     assert launch.launcher == ("nohup", "uv", "run", "--frozen")
@@ -558,6 +580,34 @@ def test_values_that_are_not_needed_may_stay_unknown() -> None:
     text = "NOW=$(date)\nD=${DEVICE:-$(which x)}\n[ -f env.sh ] && source env.sh\npython3 -m verl.trainer.main_ppo a=1"
     assert shell.read(text, [], {}).arguments == ("a=1",)
     assert shell.read("python3 -m verl.trainer.main_ppo a=${X:-$(date)}", [], {"X": "5"}).arguments == ("a=5",)
+    assert shell.read("CMD='python3 -m verl.trainer.main_ppo a=1'\nCMD+=' b=2'\neval $CMD", [], {}).arguments == ("a=1", "b=2")
+    assert shell.read('N=3\ndocker exec x bash -lc "python3 -m verl.trainer.main_ppo a=$N"', [], {}).arguments == ("a=3",)
+
+
+HELPERS = """log() { echo "$*"; }
+wait_for() { until ray status; do sleep 1; done; }
+while true; do if ray status; then break; fi; done
+if command -v nvidia-smi &> /dev/null; then GPUS=$(nvidia-smi -L | wc -l); else GPUS=0; fi
+train() {
+    local model=$1; shift
+    log "start"
+    python3 -m verl.trainer.main_ppo model=${model##*/} small=${model,,} length=$((2 ** 10)) gpus=$GPUS "$@" \\
+        # a comment ends the command
+        +late.key=1
+}
+[ -d data ] || exit 1
+train Org/M "$@" b=${LIST:-x}
+exit $?
+"""
+
+
+def test_functions_are_followed_and_a_value_behind_the_script_replaces_one_that_is_not_known() -> None:
+    with pytest.raises(UserError, match=r"line 4: whether \$GPUS is set here depends .* Or give gpus=VALUE behind the script"):
+        shell.read(HELPERS, [], {})
+    launch = shell.read(HELPERS, ["gpus=8"], {})
+    assert launch.arguments == ("model=M", "small=org/m", "length=1024", "gpus=8", "b=x")
+    assert any("line 4: gpus is not known there" in note for note in launch.notes)
+    assert any("line 10: +late.key=1 is not part of the command" in note for note in launch.notes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -584,6 +634,15 @@ def test_sft_commands_are_translated_too() -> None:
     }  # fmt: skip
     assert {key: got[key] for key in expected} == expected and not found.problems
     assert not [key for key in got if key.startswith(("rollout.", "reward.", "critic."))]
+    inside = ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]
+    nested = translated(*launcher, *rest, *inside, "data.response_key=extra_info", "trainer.save_freq=after_each_epoch")
+    got = values(nested)
+    assert (got["data.prompt_key"], got["data.response_key"], got["data.apply_template"]) == (
+        "extra_info.question",
+        "extra_info.answer",
+        "always",
+    )
+    assert list(nested.undecided) == ["run.save_every", "train.warmup_steps"] and not nested.of_kind("refused")
     with pytest.raises(UserError, match="has its own trainer"):
         translated("python3", "-m", "verl.trainer.main_generation", "a=1")
 
@@ -618,6 +677,22 @@ def test_a_dry_run_answers_every_key_of_a_megatron_command_and_needs_nothing(tmp
         and "it depends on the data, which is not here" in text.out
         and "[algorithm]" in text.out
     )
+
+
+def test_retuning_shows_both_plans_and_keeping_an_engine_needs_one_that_is_built(tmp_path: Path) -> None:
+    run = [*GRPO, f"{ARR}.model.path=Qwen/Qwen2.5-7B-Instruct", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.name=vllm"]
+    ended = runs.command_here(tmp_path, "verl", *run, "--dry-run", "--retune", "--hardware", "8xH100", "--json")
+    plans = json.loads(ended.out)["plans"]
+    seconds = {name: plan["step_seconds"]["step"] for name, plan in plans.items()}
+    assert list(seconds) == ["as given", "--retune"] and 0 < seconds["--retune"] <= seconds["as given"]
+    assert plans["as given"]["knobs"]["rollout.tensor_parallel"] == 4 != plans["--retune"]["knobs"]["rollout.tensor_parallel"]
+    text = runs.command_here(tmp_path, "verl", *run, "--dry-run", "--retune").out
+    assert "predicted for 8 x H100" in text and "seconds a step" in text
+    refused = runs.command_here(tmp_path, "verl", *run, "--dry-run", "--keep-engine", "--json")
+    engine = next(each for each in json.loads(refused.out)["keys"] if each["key"] == f"{ROLLOUT}.name")
+    assert engine["answer"] == "refused" and "built are hf, native" in engine["why"]
+    kept = translated(*GRPO, f"{ROLLOUT}.name=hf", seen=Surroundings(files=False, keep_engine=True))
+    assert values(kept)["rollout.engine"] == "hf"
 
 
 def test_a_run_file_is_written_and_refused_keys_stop_a_run(tmp_path: Path) -> None:

@@ -344,6 +344,23 @@ def test_a_run_in_place_of_its_model(run: dict[str, dict[str, Any]], tmp_path: P
     ]
 
 
+def test_verls_checkpoint_in_place_of_a_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    for step in (20, 100):
+        export = tmp_path / f"ckpt/global_step_{step}/actor/huggingface"
+        export.mkdir(parents=True)
+        (export / "config.json").touch()
+        (export / "model.safetensors").touch()
+        (export.parent / "model_world_size_2_rank_0.pt").touch()
+    meant = "ckpt/global_step_100/actor/huggingface"
+    (told,) = mistakes_of(run, "model.path=ckpt")
+    assert told.endswith(f"has no config.json. Give the folder of the checkpoint's model: {meant}")
+    assert not mistakes_of(run, f"model.path={meant}")
+    (tmp_path / meant / "model.safetensors").unlink()  # verl always saves configuration and tokenizer there, but weights only if asked
+    for path in (meant, "ckpt/global_step_100", "ckpt/global_step_100/actor"):
+        (told,) = mistakes_of(run, f"model.path={path}")
+        assert "verl's FSDP shards" in told and "verl.model_merger merge --backend fsdp --local_dir ckpt/global_step_100/actor" in told
+
+
 def test_an_override_below_a_value(run: dict[str, dict[str, Any]]) -> None:
     assert mistakes_of(run, "model.path.x=3") == ['model.path.x: model.path is a value ("model"), not a table: nothing can be set below it']
 

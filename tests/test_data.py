@@ -1335,6 +1335,20 @@ def test_sft_ends_a_response_once(tmp_path: Path, tokenizer: PreTrainedTokenizer
     assert twice.decode(row.ids[row.mask]) == "5</s>"
 
 
+def test_a_column_may_be_inside_another(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"extra_info": {"question": "2+3=", "answer": "5"}},
+        {"extra_info.question": "1+1=", "extra_info": {"question": "no", "answer": "2"}},
+    ]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    config = data(prompt_key="extra_info.question", response_key="extra_info.answer")
+    assert [prompt.text for prompt in load_prompts(file, tokenizer, config).items] == ["<s>2+3=", "<s>1+1="]
+    loaded = load_sft(file, tokenizer, config)
+    assert [tokenizer.decode(row.ids[row.mask]) for row in loaded.items] == ["5</s>", "2</s>"]
+    with pytest.raises(UserError, match=r"no 'extra_info\.gone'"):
+        load_prompts(file, tokenizer, data(prompt_key="extra_info.gone"))
+
+
 def test_sft_leaves_out_over_long_prompts_and_goes_in_epochs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"question": "1" * length, "solution": "a long answer"} for length in (5, 3, 2, 1)]
     config = data(max_prompt_tokens=4, prompt_key="question", response_key="solution")

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fulltilt.cluster import checks
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
+from fulltilt.memory.account import HeldBytes, Reading
 from fulltilt.memory.offload import why_not
 from fulltilt.records import Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore
@@ -146,16 +147,12 @@ def alone(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, devices.Noted]]:
     """One step of each case in one process."""
-    made: dict[str, tuple[Path, devices.Noted]] = {}
 
-    def run(case: str) -> tuple[Path, devices.Noted]:
-        if case not in made:
-            family, tables, overrides = CASES[case]
-            folder = runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables)
-            made[case] = folder, pool_of_devices.train(folder, 1, *ONE_STEP, *overrides)[1]
-        return made[case]
+    def make(case: str) -> tuple[Path, Sequence[str]]:
+        family, tables, overrides = CASES[case]
+        return runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables), (*ONE_STEP, *overrides)
 
-    return run
+    return devices.run_once(make, pool_of_devices)
 
 
 def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:
@@ -582,6 +579,17 @@ def test_a_reward_model_and_validation_of_many_samples(pool_of_devices: Pool, mo
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     _, alone = pool_of_devices.train(expected, 1, *settings)
     assert_same_gradients(assert_same_run(pool_of_devices, folder, 3, expected, *settings), alone)
+
+
+def test_a_resumed_run_has_the_memory_of_every_worker(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    """Or where there were more workers or fewer, the most of all."""
+    few, many = ({"save": Reading(HeldBytes({"parameters": count}, {"parameters": 0}), peak=count, head=None)} for count in (1, 2))
+    with pool_of_devices.assembled(runs.make(tmp_path / "folder", model_folders("qwen2")), 2, *ONE_STEP) as parts:
+        parts.crew.restore_memory([few, many])
+        assert parts.crew.pending_memory() == [few, many]
+        for earlier in ([few, many, few], [many]):
+            parts.crew.restore_memory(earlier)
+            assert parts.crew.pending_memory() == [many, many]
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ MODELS_OF_THE_READER = (
     "runs/gsm8k/sft/checkpoints/step-00000348/model",
 )
 ADAPTER_OF_THE_READER = "adapters/mine"
-OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
+OTHER_PROGRAMS = {"export", "git", "mkdir", "pip", "source"}
 
 
 @dataclass(frozen=True)
@@ -325,11 +325,12 @@ FORMS = {
     r"^(val-\w+)/.+/([^/]+)/(\w+)@\d+": r"\1/SOURCE/\2/\3@N",
     r"/SOURCE/acc/": "/SOURCE/reward/",
     r"/SOURCE/(?!reward/)[^/]+/": "/SOURCE/NAME/",
-    r"^memory_gib/[^/]+/": "memory_gib/PHASE/",
+    r"^(predicted/)?memory_gib/[^/]+/": r"\1memory_gib/PHASE/",
 }
-ON_A_GPU = {"perf/max_memory_allocated_gb", "memory_gib/reserved"} | {
+ON_A_GPU = {"perf/max_memory_allocated_gb", "perf/gpu_utilization", "memory_gib/reserved", "budget/NAME"} | {
     f"memory_gib/PHASE/{what}" for what in ("peak", "activations", "other", "host")
 }
+ON_A_GPU |= {"predicted/timing_s/PHASE", "predicted/timing_s/step", "predicted/memory_gib/PHASE/peak"}
 
 
 def test_the_metrics_page_lists_what_runs_write_and_nothing_else(measured: dict[str, list[dict[str, Any]]]) -> None:

@@ -159,6 +159,16 @@ def test_experts_that_become_too_narrow_for_grouped_products_are_noted(
     assert bool(found) == said and all(note.endswith("Set train.expert_parallel = 2") for note in found)
 
 
+@pytest.mark.matrix
+def test_the_advice_names_the_key_of_a_role_with_a_size_of_its_own(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    folder, own = runs.make(tmp_path / "folder", model_folders("qwen3-moe")), ("algorithm.kl_coef=0.1", "ref.tensor_parallel=2")
+    with pool_of_devices.assembled(folder, 2, *ONE_STEP, "model.dtype=bfloat16", *own) as parts:
+        (found,) = [note for note in parts.notes if "experts run one by one" in note]
+    assert found.startswith("ref: ") and found.endswith("Set ref.expert_parallel = 2")
+
+
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     **WAYS,
     **LAYERS_TOO,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fulltilt.footprint import CUDA_BYTES, HeadOptions, Rows, head_bytes, rows_at_once
 from fulltilt.kernels import dispatch
 from fulltilt.kernels import token_logprobs as kernels
-from fulltilt.kernels.token_logprobs import Call, Tokens
+from fulltilt.kernels.token_logprobs import BackwardInputs, Call
 from fulltilt.model.heads import Head, LogitShape, plain_entropy, token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() and not dispatch.INTERPRETED else "cpu"
@@ -323,14 +323,16 @@ def test_chunks_of_the_largest_batch_are_large() -> None:
 # ---- kernels -----------------------------------------------------------------------------------------------------------------------
 
 
-def tokens_of(logits: torch.Tensor, call: Call, logprobs: bool = True, entropy: bool = True) -> Tokens:
+def tokens_of(logits: torch.Tensor, call: Call, logprobs: bool = True, entropy: bool = True) -> BackwardInputs:
     rows, vocabulary = logits.shape
     source = torch.Generator().manual_seed(1)
     numbers = [torch.randn(rows, generator=source).to(logits.device) for _ in range(2)]
     targets = torch.randint(0, vocabulary, (rows,), generator=source).to(logits.device)
     normaliser, of_row = torch.empty_like(numbers[0]), torch.empty_like(numbers[0])
     kernels.read_reference(logits, targets, call, torch.empty_like(of_row), normaliser, of_row)
-    return Tokens(targets, normaliser, of_row if entropy else None, numbers[0] if logprobs else None, numbers[1] if entropy else None)
+    return BackwardInputs(
+        targets, normaliser, of_row if entropy else None, numbers[0] if logprobs else None, numbers[1] if entropy else None
+    )
 
 
 def call_of(shape: LogitShape, **more: Any) -> Call:

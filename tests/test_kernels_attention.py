@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from fulltilt.footprint import PROCESSORS, Launch, launch_for, workspace_numbers
+from fulltilt.footprint import PROCESSORS, AttentionLaunch, launch_for, workspace_numbers
 from fulltilt.kernels import dispatch
 from fulltilt.kernels import paged_attention as kernels
 from fulltilt.kernels.paged_attention import paged_attention, rotate_and_write, write_kv
@@ -106,7 +106,9 @@ def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> N
     width=st.sampled_from([8, 64, 80, 96]),
     window=st.sampled_from([None, 1, 16, 23, 500]),
     softcap=st.sampled_from([None, 3.0]),
-    launch=st.builds(Launch, splits=st.sampled_from([1, 2, 3, 8]), fewest=st.sampled_from([16, 32]), tile=st.sampled_from([16, 32])),
+    launch=st.builds(
+        AttentionLaunch, splits=st.sampled_from([1, 2, 3, 8]), fewest=st.sampled_from([16, 32]), tile=st.sampled_from([16, 32])
+    ),
     seed=st.integers(0, 99),
 )
 def test_equals_the_reference(lengths, key_heads, group, width, window, softcap, launch, seed) -> None:
@@ -138,9 +140,9 @@ def test_the_loop_is_attention() -> None:
 @pytest.mark.kernels
 def test_how_it_is_split_changes_rounding_only() -> None:
     given_case = case([150, 40, 0, 17], key_heads=1, group=7)
-    whole = given_case.run(scale=0.125, launch=Launch(1, 16, 32))
+    whole = given_case.run(scale=0.125, launch=AttentionLaunch(1, 16, 32))
     for splits in (2, 20):
-        close(given_case.run(scale=0.125, launch=Launch(splits, 16, 16)), whole)
+        close(given_case.run(scale=0.125, launch=AttentionLaunch(splits, 16, 16)), whole)
 
 
 @pytest.mark.kernels
@@ -148,7 +150,7 @@ def test_one_dominant_token_in_another_split_is_weighed_right() -> None:
     """Scores that differ by hundreds between splits: weights must be relative to the common maximum."""
     given_case = case([64], key_heads=1, group=2, width=16)
     given_case.keys[given_case.table[0, 3].item() * BLOCK + 5] = given_case.q[0, 0] * 50.0
-    got = given_case.run(scale=1.0, launch=Launch(4, 16, 16))
+    got = given_case.run(scale=1.0, launch=AttentionLaunch(4, 16, 16))
     close(got, given_case.reference(scale=1.0))
     close(got[0, :1], given_case.values[given_case.table[0, 3].item() * BLOCK + 5])
 
@@ -158,7 +160,7 @@ def test_one_dominant_token_in_another_split_is_weighed_right() -> None:
 def test_empty_rows_are_zero_and_read_nothing(splits: int) -> None:
     given_case = case([0, 20, 0])
     given_case.q[0] = given_case.q[2] = torch.nan  # the stale row of a sequence that has ended
-    out = given_case.run(scale=0.1, launch=Launch(splits, 16, 16))
+    out = given_case.run(scale=0.1, launch=AttentionLaunch(splits, 16, 16))
     assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].isfinite().all() and out[1].ne(0).all()
 
 
@@ -172,7 +174,7 @@ def test_views(table_dtype: torch.dtype) -> None:
     table = torch.full((5, 11), 2**30, dtype=table_dtype, device=DEVICE)
     table[:2, : plain.table.shape[1]] = plain.table
     viewed = replace(plain, q=fused[:, :6], table=table[:2])
-    close(viewed.run(scale=0.125, launch=Launch(4, 16, 16)), plain.reference(scale=0.125))
+    close(viewed.run(scale=0.125, launch=AttentionLaunch(4, 16, 16)), plain.reference(scale=0.125))
 
 
 @pytest.mark.kernels
@@ -341,7 +343,7 @@ def test_no_rows_are_no_work() -> None:
 @pytest.mark.parametrize("splits", [1, 8])
 def test_a_captured_graph_goes_on_after_the_cache_has_moved(splits: int) -> None:
     given_case = case([700, 1, 0, 300], group=7, dtype=torch.bfloat16)
-    options = {"scale": 0.125, "launch": Launch(splits, 64, 64)}
+    options = {"scale": 0.125, "launch": AttentionLaunch(splits, 64, 64)}
     given_case.run(**options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -114,7 +114,7 @@ def test_no_constant_decides_alone(name: str, factor: float, monkeypatch: pytest
     for table in (DAPO, GRPO):
         rows = [own.row for own in published(table).values()]
         unknown = Lengths(rows[0].run.lengths.most_prompt, rows[0].run.lengths.most_response)
-        read = tables.Table(
+        read = tables.PublishedTable(
             Path(table), tables.with_lengths([replace(row, run=replace(changed(row.run), lengths=unknown)) for row in rows])
         )
         everything += predict(read)
@@ -232,20 +232,9 @@ def planned(folder: Path, *overrides: str, hardware: str | None = "8xH100", resp
     return command.planned(folder / "run.toml", overrides, hardware, None, response)
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("algorithm.name=ppo", "a critic .* is not planned yet"),
-        ("algorithm.advantage=gae", "a critic .* is not planned yet"),
-        ("reward.function=reward_model", "a reward model .* is not planned yet"),
-        ("algorithm.name=sft", "supervised fine-tuning is not planned yet"),
-    ],
-)
-def test_what_the_models_leave_out_is_refused(override: str, words: str, tmp_path: Path) -> None:
-    more = ["reward_model.path=a/model"] if "reward_model" in override else []
-    (tmp_path / "run.toml").write_text(RUN if "sft" not in override else RUN.replace('[reward]\nfunction = "math"\n', ""))
-    with pytest.raises(UserError, match=words):
-        command.planned(tmp_path / "run.toml", [override, *more], "8xH100", None, None)
+def test_an_engine_that_is_not_modelled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'rollout.engine = "hf" is not planned'):
+        planned(tmp_path, "rollout.engine=hf")
 
 
 def test_adapters_take_the_memory_of_what_they_train(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from fulltilt.plan import (
     micro_batch_tokens,
     most_while_loading,
     on_host,
+    pairs_of_sizes,
     plan_of,
     plan_roles,
     resident,
@@ -47,7 +48,7 @@ from fulltilt.plan import (
 )
 from fulltilt.records import UserError
 from fulltilt.schema import Config, value_of
-from fulltilt.shape import QWEN2, Shape
+from fulltilt.shape import QWEN2, SHAPES, Shape
 
 GIB = 1 << 30
 RESPONSE = 256  # tokens, as the configuration has it
@@ -506,7 +507,20 @@ def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
 def test_graphs_give_way_to_parameters_that_leave() -> None:
     away = config(train={"offload_params": True})
     assert uses_graphs(config(), "cuda") and not uses_graphs(away, "cuda")
-    assert graphs_in_words(away, plans.facts(), 0, 8) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+    learning = plans.facts(roles={"actor": replace(plans.SMALL, trained=1)})
+    assert graphs_in_words(away, learning, 0, 8) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+    assert graphs_in_words(away, plans.facts(), 0, 8).startswith("CUDA graphs of"), "an evaluation moves nothing"
+    demanded = config(train={"offload_params": True, "shard": "full"}, rollout={"cuda_graphs": True})
+    with pytest.raises(UserError, match=r"cuda_graphs: true, but train.offload_params moves the weights"):  # one worker shares nothing out
+        make_plan(demanded, learning)
+
+
+def test_graphs_read_a_copy_that_stays_while_parameters_leave() -> None:
+    for way, copied in ((Division(1, 1, 2), True), (Division(2, 1, 1), True), (Division(1, 4, 1), True), (Division(2, 1, 2), False)):
+        given = config(train={"offload_params": True, "shard": "optimizer"})
+        facts = divided(given, to_divide("Qwen3-30B-A3B", 8, 141, given, ("actor",)), way)
+        assert facts.samples_from_copy == copied
+        assert graphs_in_words(given, facts, 0, 8).startswith("CUDA graphs of" if copied else "no CUDA graphs: train.offload_params")
 
 
 # -- published configurations, and plans without models ----------------------------------------------------------------------------------
@@ -718,7 +732,7 @@ def test_shards_that_are_away_are_counted_on_the_host_and_not_on_the_device() ->
     assert resident(here.keys, facts, None) - resident(away.keys, facts, None) == held["ref"] + held["actor"]  # a rollout reads a copy
     found = on_host(config(), facts, away, {})
     assert (found["the actor's parameters"], found["the ref's parameters"]) == (held["actor"], held["ref"])
-    assert uses_graphs(config(train={"offload_params": True, "shard": "full"}), "cuda")
+    assert uses_graphs(config(train={"offload_params": True, "shard": "full"}), "cuda", copied=facts.samples_from_copy)
 
 
 def test_what_is_given_is_taken() -> None:
@@ -783,7 +797,13 @@ DIVISIONS: dict[str, tuple[str | dict[str, Any], int, int, dict[str, Any], tuple
         "Qwen3-30B-A3B", 8, 80, OPTIMIZER, (1, 4, 8, "optimizer"), r"train.expert_parallel = 4 \(auto: with fewer, parameters, gradients,",
     ),
     "30B-A3B on four: experts do not suffice": (
-        "Qwen3-30B-A3B", 4, 80, {}, (4, 1, 4, "optimizer"), r"train.tensor_parallel = 4 \(auto: with fewer",
+        "Qwen3-30B-A3B", 4, 80, {}, (4, 4, 4, "optimizer"), r"train.tensor_parallel = 4 \(auto: with fewer",
+    ),
+    "30B-A3B on four, engines with parts of all experts": (
+        "Qwen3-30B-A3B", 4, 80, {"rollout": {"expert_parallel": 1}}, (4, 1, 4, "optimizer"), r"train.expert_parallel = 1 \(auto: the run",
+    ),
+    "30B-A3B on four, the experts' size given": (
+        "Qwen3-30B-A3B", 4, 80, {"train": {"expert_parallel": 4}}, (4, 4, 4, "optimizer"), r"^train.tensor_parallel = 4 \(auto: with fewer",
     ),
     "Mixtral": ("Mixtral-8x7B", 8, 80, LONG_RESPONSES, (1, 4, 8, "full"), r"train.expert_parallel = 4 \(auto: with fewer"),
     "a size that is given": ("7B", 8, 80, {"train": {"tensor_parallel": 2}}, (2, 1, 2, "optimizer"), r"^rollout.tensor_parallel = 2"),
@@ -810,6 +830,26 @@ def test_auto_divides_models_where_they_do_not_fit(case: str) -> None:
     keys = [text.partition(" = ")[0] for text in found.words]
     assert len(set(keys)) == len(keys) and all(value_of(given, key) == "auto" for key in keys)
     assert (fit.why_not is None) or "nothing fits" in said or "no other size" in said
+
+
+@pytest.mark.parametrize(
+    ("experts", "width", "sections", "expected"),
+    [
+        (128, 768, {}, [(1, 1), (1, 2), (1, 4), (2, 2), (2, 1), (4, 4), (4, 1)]),
+        (128, 770, {}, [(1, 1), (1, 2), (1, 4), (2, 2), (2, 1), (4, 4)]),  # parts of experts would differ in width
+        (6, 768, {}, [(1, 1), (1, 2), (2, 2), (2, 1), (4, 1)]),  # so would numbers of experts
+        (128, 768, {"train": {"expert_parallel": 1}}, [(1, 1), (2, 1), (4, 1)]),
+        (128, 768, {"train": {"expert_parallel": 2}}, [(1, 2), (2, 2)]),
+        (128, 768, {"train": {"tensor_parallel": 2}}, [(2, 1)]),
+        (128, 768, {"rollout": {"expert_parallel": 1}}, [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]),
+    ],
+)
+def test_members_that_divide_layers_have_whole_experts_where_their_number_allows_it(
+    experts: int, width: int, sections: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    shape, given = SHAPES["Qwen3-30B-A3B"] | {"num_experts": experts, "moe_intermediate_size": width}, config(**sections)
+    facts = to_divide(shape, 4, 80, given, ("actor",))
+    assert list(dict.fromkeys(pairs_of_sizes(given, facts, 4))) == expected
 
 
 def test_engines_that_divide_experts_in_another_way_have_a_copy() -> None:
@@ -880,6 +920,8 @@ def test_roles_may_have_sizes_of_their_own() -> None:
     few_heads = RoleFacts.of_shape(Shape.named("0.5B"), by_auto, "cuda", learns=True, role="critic")
     both = replace(to_divide("32B", 8, 80, by_auto, ("actor",)), sharding=Sharding(workers=8))
     assert choose_division(by_auto, replace(both, roles={**both.roles, "critic": few_heads}), within=8, beside=8).tensor == 4
+    of_experts = config(algorithm={"name": "ppo"}, critic={"expert_parallel": 1}, **OPTIMIZER)
+    assert choose_division(of_experts, replace(both, roles={**both.roles, "critic": few_heads}), within=8, beside=8).tensor == 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -312,6 +314,24 @@ def test_a_step_that_fails_fails_alone(small: ProofSetup) -> None:
     records = results_of([broken, refused], small)
     assert [record.holds for record in records] == [False, False]
     assert records[0].reason == "the step failed: ZeroDivisionError: no number here"
+
+
+@pytest.mark.long
+def test_after_a_worker_has_died_the_next_step_has_new_processes(small: ProofSetup) -> None:
+    runner, step = ProofRunner(small, []), step_key("sft", {"cluster.workers": 2})
+    try:
+        expected = runner._run(step)
+        processes = small.pool._processes
+        assert (
+            expected.failure is None and processes is not None and runner._run(step).failure is None and small.pool._processes is processes
+        )
+        os.kill(processes.pids[1], signal.SIGKILL)
+        assert "worker 1" in (runner._run(step).failure or "")
+        again = runner._run(step)
+        assert again.failure is None and small.pool._processes is not processes
+        assert run.difference(expected, again, "actor") == 0
+    finally:
+        small.pool.close()
 
 
 def test_what_was_found_before_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

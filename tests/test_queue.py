@@ -68,9 +68,9 @@ def pair(pool_of_devices: devices.Pool, folder: Path, tmp_path: Path) -> Iterato
         yield Pair(parts.crew, gates[1])
 
 
-def test_a_fast_worker_takes_more_of_the_queue(pair: Pair, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: Counter[int] = Counter()
-    start = pair.crew.hosts.start
+def groups_told(pair: Pair, prompts: Sequence[Prompt], until: int) -> tuple[list[list[list[int]]], Counter[int]]:
+    """The samples, and how many groups each worker has told; the gate opens when the first has told so many."""
+    counts, start = Counter[int](), pair.crew.hosts.start
 
     def counting(*args: Any, **options: Any) -> Any:
         call = start(*args, **options)
@@ -79,15 +79,21 @@ def test_a_fast_worker_takes_more_of_the_queue(pair: Pair, expected: list[list[l
         def seen() -> Iterator[tuple[int, Any]]:
             for rank, item in items():
                 counts[rank] += isinstance(item, Group)
-                if counts[0] == len(PROMPTS) - 3:
+                if counts[0] == until:
                     pair.gate.touch()
                 yield rank, item
 
         call.items = seen
         return call
 
-    monkeypatch.setattr(pair.crew.hosts, "start", counting)
-    assert sampled(pair.crew) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair.crew.hosts, "start", counting)
+        return sampled(pair.crew, prompts), +counts
+
+
+def test_a_fast_worker_takes_more_of_the_queue(pair: Pair, expected: list[list[list[int]]]) -> None:
+    found, counts = groups_told(pair, PROMPTS, until=len(PROMPTS) - 3)
+    assert found == expected
     assert counts == {0: len(PROMPTS) - 3, 1: 3}, "the slow one got what it began with, two groups, and one that waits"
     assert pair.crew.rollout_stats().first_token.total == len(PROMPTS) * SAMPLING.samples
 
@@ -128,6 +134,31 @@ def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devi
     with pool_of_devices.assembled(folder, 1, *SEATS, "run.deterministic=true") as parts:
         parts.worker.account.device = torch.device("cuda")
         assert not parts.worker.facts().queue
+
+
+@pytest.fixture
+def two_groups(pool_of_devices: devices.Pool, folder: Path, tmp_path: Path) -> Iterator[Pair]:
+    """Two groups of workers that sample together, with a queue; the second group waits until the gate is there."""
+    with pool_of_devices.assembled(folder, 4, *SEATS, "train.tensor_parallel=2") as parts:
+        parts.crew._queue = True
+        gates = [folder, folder, tmp_path / "gate", tmp_path / "gate"]
+        pool_of_devices.processes.start("note", [("hold", (str(gate),)) for gate in gates], what="a slow group").results()
+        yield Pair(parts.crew, gates[2])
+
+
+def test_workers_that_sample_together_take_from_the_queue_and_stop_together(two_groups: Pair, expected: list[list[list[int]]]) -> None:
+    """Where nobody reads on, as after Ctrl-C, a group ends within a few passes, and can be used again."""
+    crew, few = two_groups.crew, PROMPTS[:8]
+    with crew.phase("rollout"):
+        groups = crew.generate(few, SAMPLING, 3)
+        next(groups)
+        groups.close()
+        two_groups.gate.touch()
+        stopped = crew.rollout_stats().first_token.total
+    assert stopped < len(few) * SAMPLING.samples, "the rollout was not completed"
+    two_groups.gate.unlink()
+    found, counts = groups_told(two_groups, few, until=len(few) - 3)
+    assert found == expected[: len(few)] and counts == {0: len(few) - 3, 2: 3}
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------------------

@@ -281,8 +281,8 @@ def test_values_of_the_next_step_are_those_of_what_was_learned(folder: Path) -> 
 
 def test_a_critics_learning_rate_is_its_own(folder: Path) -> None:
     """Adam's first step is the learning rate in every entry, and the head starts at nothing."""
-    options = (*PLAIN_RATE, "algorithm.minibatches_per_step=1", "critic.lr=3e-3", "train.lr=1e-4")
-    line = one_step(folder, *PPO, *options)
+    own = ("critic.lr=12e-3", "critic.warmup_steps=4", "critic.weight_decay=0.0", "critic.clip_grad=0.0", "train.lr=1e-4")
+    line = one_step(folder, *PPO, *PLAIN_RATE, "algorithm.minibatches_per_step=1", *own)
     assert (line["critic/lr"], line["actor/lr"]) == (3e-3, 1e-4)
     tensors = load_file(runs.checkpoints(folder)[1] / "trainer.safetensors")
     torch.testing.assert_close(tensors["critic/parameter/score.weight"].abs(), torch.full((1, 32), 3e-3), rtol=1e-2, atol=0)

@@ -26,7 +26,7 @@ from fulltilt.cluster.samples import GATHERED
 from fulltilt.observe.metrics import RowSums
 from fulltilt.parallel.layout import Sharding
 from fulltilt.parallel.parcels import pack_numbers, pack_rows, unpack_numbers, unpack_rows
-from fulltilt.parallel.traffic import WHITENING, Exchange, RoleWork, RowTraffic, SequenceWork, Stream, Trip, predict
+from fulltilt.parallel.traffic import WHITENING, RoleWork, RowExchange, RowTraffic, SequenceWork, Stream, Trip, predict
 from fulltilt.records import Row
 from fulltilt.shape import Shape
 
@@ -56,6 +56,18 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "judged": ('reward.function={reward_model=1.0,"reward.py:score"=0.5}', "reward_model.path=../judge"),
 }  # fmt: skip
+
+
+FAILS_THEN_NAN = """
+calls = 0
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    calls += 1
+    if calls == 1:
+        raise ValueError("the first call fails")
+    return float("nan")
+"""
 
 
 @contextlib.contextmanager
@@ -131,8 +143,8 @@ class Brought:
     sharing: int  # workers that compute a micro-batch together
     streams: list[list[Stream]]  # the micro-batches of each group of them
 
-    def exchange(self, fields: int) -> Exchange:
-        return Exchange(self.trips, fields=fields if self.whole else 0, returns=not self.whole)
+    def exchange(self, fields: int) -> RowExchange:
+        return RowExchange(self.trips, fields=fields if self.whole else 0, returns=not self.whole)
 
     def work(self, shape: Shape, epochs: int) -> RoleWork:
         """The passes, of a role of which nothing but streams is known."""
@@ -253,10 +265,13 @@ def test_carried_over_groups_are_saved_by_their_workers_and_resume_anywhere(
 
 
 def test_a_reward_that_is_no_number_saves_the_last_step(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    """And the calls that failed before it are written, though the step does not end."""
     folder = make(tmp_path / "folder", model_folders("qwen2"))
+    (folder / "late.py").write_text(FAILS_THEN_NAN)
     with apart(pool_of_devices), pytest.raises(Exception, match="returned nan for a sample"):
-        pool_of_devices.train(folder, 2, *QUIET, "run.steps=2", "reward.function=reward.py:not_a_number")
+        pool_of_devices.train(folder, 2, *QUIET, "run.steps=2", "reward.function=late.py:score", "reward.workers=1")
     assert not pool_of_devices.processes._breakdowns  # the workers live on, and could save
+    assert len(failed_calls(folder)) == 2, "the first call of each worker"
 
 
 # -- sums ----------------------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,16 +68,12 @@ def alone(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, devices.Noted]]:
     """One step of each case in one process."""
-    made: dict[str, tuple[Path, devices.Noted]] = {}
 
-    def run(case: str) -> tuple[Path, devices.Noted]:
-        if case not in made:
-            family, tables, overrides = FAMILIES[case]
-            folder = runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables)
-            made[case] = folder, pool_of_devices.train(folder, 1, *ONE_STEP, *overrides)[1]
-        return made[case]
+    def make(case: str) -> tuple[Path, Sequence[str]]:
+        family, tables, overrides = FAMILIES[case]
+        return runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables), (*ONE_STEP, *overrides)
 
-    return run
+    return devices.run_once(make, pool_of_devices)
 
 
 def marks_of(case: str, way: str) -> list[pytest.MarkDecorator]:

@@ -25,7 +25,7 @@ from shard_worker import Case, Trained, restore
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
 from fulltilt.observe.console import Console
-from fulltilt.parallel.exchange import Overlap, copy_all, spread
+from fulltilt.parallel.exchange import CommonRange, copy_all, spread
 from fulltilt.parallel.layout import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
@@ -210,7 +210,7 @@ def test_rows_of_workers_make_a_whole_parameter(count: int, workers: int) -> Non
     for width in range(1, each + 1):
         found = torch.full((count,), -2)
         for first in range(0, each, width):
-            copy_all(spread(rows[:, first : first + width], first, (count,), [[Overlap(0, 0, count)]], found))
+            copy_all(spread(rows[:, first : first + width], first, (count,), [[CommonRange(0, 0, count)]], found))
         assert torch.equal(found, expected)
 
 

@@ -34,7 +34,7 @@ from fulltilt.model import attention, experts, lora
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.cuts import Cut, Section, even, legal_sizes, require_legal, vocabulary_rows, why_not
+from fulltilt.parallel.cuts import Cut, CutSection, even, legal_sizes, require_legal, vocabulary_rows, why_not
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.slices import SliceTable, slice_table
 from fulltilt.parallel.tensor import TensorSplit, split
@@ -320,7 +320,7 @@ def test_any_cut_is_its_own_inverse(seed: int) -> None:
         sections.append(even(unit * units, size, unit))
     if random.integers(2):
         rows = int(random.integers(8 * size * size, 8 * size * size + 50))
-        sections = [Section(rows, vocabulary_rows(rows, size))]
+        sections = [CutSection(rows, vocabulary_rows(rows, size))]
     cut = Cut(dim, tuple(sections))
     shape = [2, 3, 4]
     shape[dim] = cut.length
@@ -334,9 +334,9 @@ def test_any_cut_is_its_own_inverse(seed: int) -> None:
 
 def test_what_is_cut_how() -> None:
     phi = slice_table(build(Case("phi3", 4)), 4).cuts  # 4 heads and 2 key-value heads of 8, 48 wide
-    assert phi["model.layers.0.self_attn.qkv_proj.weight"] == Cut(0, (Section(32, 8), Section(16, 8, 2), Section(16, 8, 2)))
-    assert phi["model.layers.0.mlp.gate_up_proj.weight"] == Cut(0, (Section(48, 12), Section(48, 12)))
-    assert phi["model.layers.0.self_attn.o_proj.weight"] == Cut(1, (Section(32, 8),))
+    assert phi["model.layers.0.self_attn.qkv_proj.weight"] == Cut(0, (CutSection(32, 8), CutSection(16, 8, 2), CutSection(16, 8, 2)))
+    assert phi["model.layers.0.mlp.gate_up_proj.weight"] == Cut(0, (CutSection(48, 12), CutSection(48, 12)))
+    assert phi["model.layers.0.self_attn.o_proj.weight"] == Cut(1, (CutSection(32, 8),))
     assert phi["model.norm.weight"] == Cut.whole(32, 4) and phi["lm_head.weight"] == Cut.rows(160, 4)
     adapted = slice_table(build(Case("qwen3-moe", 2, adapters=("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"))), 2).cuts
     layer = "model.layers.0.self_attn"
@@ -350,7 +350,7 @@ def test_what_is_cut_how() -> None:
     of_experts = {name: cut for name, cut in whole.items() if ".experts." in name}
     assert {cut for name, cut in of_experts.items() if ".lora_" not in name} == {Cut.rows(4, 2)}  # of four experts
     assert {cut for name, cut in of_experts.items() if ".lora_A." in name} == {Cut.rows(8, 2)}  # of rank 2
-    assert {cut for name, cut in of_experts.items() if ".lora_B." in name} == {Cut(1, (Section(4, 2), Section(4, 2)))}
+    assert {cut for name, cut in of_experts.items() if ".lora_B." in name} == {Cut(1, (CutSection(4, 2), CutSection(4, 2)))}
     assert whole["model.layers.0.mlp.gate.weight"].shared
 
 

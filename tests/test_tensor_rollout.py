@@ -32,8 +32,8 @@ from fulltilt.model.heads import Head
 from fulltilt.model.verify import run_packed
 from fulltilt.parallel import layout, ranks
 from fulltilt.parallel.apply import shard, share, with_experts
-from fulltilt.parallel.cuts import Cut, Section, vocabulary_rows
-from fulltilt.parallel.exchange import Division, spread
+from fulltilt.parallel.cuts import Cut, CutSection, vocabulary_rows
+from fulltilt.parallel.exchange import PartTransfer, spread
 from fulltilt.parallel.experts import split_experts
 from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.holdings import bucket_bytes, gathered_layouts
@@ -449,13 +449,13 @@ def test_numbers_of_any_parts_reach_their_places(data: st.DataObject) -> None:
         if members == 1:
             return None
         lengths = data.draw(st.sampled_from([(shape[dim],), (shape[dim] // 2, shape[dim] - shape[dim] // 2)]))
-        return Cut(dim, tuple(Section(length, -(-length // members)) for length in lengths if length))
+        return Cut(dim, tuple(CutSection(length, -(-length // members)) for length in lengths if length))
 
     held, wanted = (cut_of(members, data.draw(st.integers(0, len(shape) - 1))) for members in (size, other))
     whole = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float64).view(shape)
     for place in range(other):
         target = torch.zeros(wanted.shape(shape, place) if wanted else shape, dtype=whole.dtype)
-        division = Division(cuts={"x": held} if held else None, wanted={"x": wanted} if wanted else None, place=place)
+        division = PartTransfer(cuts={"x": held} if held else None, wanted={"x": wanted} if wanted else None, place=place)
         for rank in range(size):
             part = take_part(held, whole, rank) if held else whole
             each = -(-part.shape[0] // workers) * part[0:1].numel()

@@ -257,7 +257,7 @@ def test_sizes_are_decided_from_the_files_of_models(tmp_path: Path, monkeypatch:
 def test_large_models() -> None:
     large = (ParameterSize((7 * 10**9,), 2),)
     one = predict([RoleWork(large, 2, batches=3)], Sharding(workers=8, group=8))
-    assert one == {"all-gather": 3 * 14e9, "reduce-scatter": 3 * 28e9, "all-reduce": 3 * 12}
+    assert one == {"all-gather": 3 * 14e9, "reduce-scatter": 3 * 28e9, "all-reduce": 3 * 20}
     assert predict([RoleWork(large, 2, batches=3)], UNSHARDED) == {}
     assert sent_bytes(Counter({"all-gather": 800, "reduce-scatter": 80, "all-reduce": 8}), 8) == 700 + 70 + 14
 
@@ -452,6 +452,8 @@ DIVIDED = {
     "tensor": ("llama-tied", 2, ("train.tensor_parallel=2",)),
     "tensor, lora": ("qwen2", 2, ("train.tensor_parallel=2", "lora.rank=4")),
     "tensor, ppo": ("qwen2", 2, ("train.tensor_parallel=2", *PPO, "train.recompute=full")),
+    "tensor, sequence": ("qwen2", 2, ("train.tensor_parallel=2", TWO, "train.recompute=selective")),
+    "tensor, sequence, ppo": ("qwen2", 2, ("train.tensor_parallel=2", TWO, *PPO, "train.recompute=full")),
     "experts": ("qwen3-moe", 2, ("train.expert_parallel=2", "train.recompute=full")),
     "four experts": ("mixtral", 4, ("train.expert_parallel=4",)),
     "experts, bfloat16": ("qwen3-moe", 2, ("train.expert_parallel=2", "model.dtype=bfloat16", "train.recompute=selective")),
@@ -462,7 +464,7 @@ DIVIDED_CASES = [
     for model, (_, size, _) in DIVIDED.items()
     for shard in ("optimizer", "full")
     for workers in (2, 4)
-    if size <= workers and (shard == "full") <= (workers > size or "experts" in model)
+    if size * (2 if "sequence" in model else 1) <= workers and (shard == "full") <= (workers > size or "experts" in model)
 ]
 
 
@@ -487,19 +489,21 @@ def test_workers_with_parts_of_models_move_what_is_predicted(
         after = [Counter(own) for own in pool_of_devices.ask("note", "moved", ())[:workers]]
     groups, shape = workers // (size if in_layers else 1), Shape.read(model_folders(family))
     sharding = Sharding(shard, groups, groups, experts=1 if in_layers else size)  # type: ignore[arg-type]
-    work, dealing = [], DealtStreams(1, groups)
+    sharing = settings["actor"].sequence_parallel
+    work, dealing = [], DealtStreams(1, groups // sharing)
     lengths = [row.tokens for row in made_up_rows()]
     for role, own in parameters.items():
         recompute = Recompute(settings[role].recompute, settings[role].recompute_layers, settings[role].recompute_method)
         steps, scored = dealing.update(lengths), dealing.dealt(range(ROWS), lengths) if role == "actor" else []
         passes = sum(max(map(len, each)) for each in steps)
-        updates = [[stream for each in steps for stream in each[place]] for place in range(groups)]
+        updates = [[stream for each in steps for stream in each[place]] for place in range(groups // sharing)]
         phases = [max(map(len, scored))] if scored else []
         made = RoleWork(own, itemsize, UPDATES, passes, phases, synced=int(role == "actor"), parts=1 if in_layers else size)
         if in_layers:
             reads: Reads = "entropy" if role == "actor" else "value"
             learns: Any = "adapters" if "lora.rank=4" in overrides else "all"
-            made = replace(made, tensor=TensorWork(shape, size, updates, scored, reads, learns, recompute))
+            made = replace(made, tensor=TensorWork(shape, size, updates, scored, reads, recompute, learns))
+            made = replace(made, sequence=SequenceWork(shape, sharing, updates, scored, reads, recompute)) if sharing > 1 else made
         else:
             tokens = [[[ExpertPass(stream.tokens) for stream in each] for each in streams] for streams in (updates, scored)]
             made = replace(made, experts=ExpertWork(shape, *tokens, recompute))

@@ -25,8 +25,8 @@ from fulltilt.tune.overlay import ALLOWED, Overlay, Trial, fingerprint, tuned_fo
 from fulltilt.tune.search import (
     NEGLIGIBLE,
     Axis,
-    Predictor,
     Settings,
+    SettingsPredictor,
     axis,
     choose,
     descent,
@@ -61,9 +61,9 @@ GPUS = {"1xH100": 80, "1xH100-28GB": 28, "4xA6000": 48}
 
 
 @cache
-def predictor(gpus: str) -> Predictor:
+def predictor(gpus: str) -> SettingsPredictor:
     """One for all tests: predictions are made once."""
-    return Predictor(config_of(), SHAPE, Cluster.parse(gpus))
+    return SettingsPredictor(config_of(), SHAPE, Cluster.parse(gpus))
 
 
 def every_setting(axes: Sequence[Axis]) -> list[Settings]:
@@ -130,14 +130,14 @@ def test_nothing_illegal_is_proposed() -> None:
     assert all(own.prediction.settings != refused for own in search(predict, axes, 9).finalists)
     (best,) = search(predictor("1xH100-28GB"), SMALL, 1).finalists
     refuse_best = lambda config: ["no"] if best.knobs.items() <= flatten(config).items() else []  # noqa: E731
-    strict = Predictor(config_of(), SHAPE, Cluster.parse("1xH100-28GB"), rules=refuse_best)
+    strict = SettingsPredictor(config_of(), SHAPE, Cluster.parse("1xH100-28GB"), rules=refuse_best)
     others = search(strict, SMALL, 9).finalists
     assert best.knobs and others and not any(best.knobs.items() <= own.knobs.items() for own in others)
 
 
 def test_a_run_that_fits_nowhere_has_no_finalist() -> None:
     config = configuration.parse({**BASE, "model": {"path": "Qwen2.5-72B"}}, here=False)
-    predict = Predictor(config, named_shape("Qwen2.5-72B"), Cluster.parse("4090"))
+    predict = SettingsPredictor(config, named_shape("Qwen2.5-72B"), Cluster.parse("4090"))
     assert search(predict, SMALL[:1]).finalists == ()
 
 

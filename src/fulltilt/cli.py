@@ -32,6 +32,7 @@ from typer.core import TyperCommand, TyperGroup
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
 from fulltilt.cluster.hosts import WorkerError
+from fulltilt.folders import RUN_MARKER
 from fulltilt.interrupts import interrupts_repeated
 from fulltilt.observe import streams
 from fulltilt.records import UserError
@@ -39,6 +40,7 @@ from fulltilt.words import many, printable
 
 if TYPE_CHECKING:
     from fulltilt.api import TrainResult
+    from fulltilt.compat.surroundings import Surroundings
     from fulltilt.compat.translate import Translation
     from fulltilt.observe.console import Console
 
@@ -334,22 +336,29 @@ def typed_lines() -> Iterator[str]:
 
 @app.command()
 def doctor(
-    run: Annotated[Path | None, argument("RUN_DIR", "The folder of a run. Adds the memory that its newest step used.")] = None,
+    run: Annotated[
+        Path | None, argument("RUN_DIR", "The folder of a run: where its time and memory went, and what would help most.")
+    ] = None,
     address: Annotated[
         str | None, option("HOST:PORT|auto", "A Ray cluster, as cluster.address has it. Adds what its machines have, and how they differ.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Report what is installed and usable here, and what is missing."""
+    """Report what is installed and usable here, and what is missing. With RUN_DIR, explain how a run spends its time and memory."""
     if run is not None and not run.is_dir():
         what = "is a file" if run.exists() else "no such folder"
         raise UserError(f"{run}: {what}. Give the folder of a run (its run.dir), or nothing")
     if run is not None and (run / "config.json").is_file():
         raise UserError(f"{run}: is the folder of a model. Give the folder of a run (its run.dir), or nothing")
-    loading("PyTorch")
+    if run is not None and not any((run / name).exists() for name in ("metrics.jsonl", RUN_MARKER)):
+        raise UserError(f"{run}: is not the folder of a run. Give the folder of a run (its run.dir), or nothing")
+    if run is not None and address is not None:
+        raise UserError("doctor: RUN_DIR and --address are two questions. Give one of them")
+    if run is None:
+        loading("PyTorch")
     from fulltilt import doctor as examination
 
-    report = examination.examine(run, address)
+    report = examination.examine_run(run) if run else examination.examine(address)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
@@ -549,7 +558,8 @@ def tune(
     config = configuration.load(run, overrides or (), here=hardware is None)
     if missing := command.not_planned(config):
         raise UserError(f"tune: {missing}")
-    command.check_response(response_tokens, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    if config.algorithm.name != "sft":
+        command.check_response(response_tokens, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     loading(f"{run} and what it names" if hardware is None else "PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.loop import tuning
@@ -582,7 +592,18 @@ def knobs(
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what each key becomes, and the run file. Needs no files, hub or GPUs.")]
 Write = Annotated[Path | None, option("RUN.toml", "Save the run file, with where each key comes from. Nothing is overwritten.")]
-Retune = Annotated[bool, typer.Option("--retune", help="Leave performance settings to auto, whatever is given.")]
+Retune = Annotated[
+    bool, typer.Option("--retune", help="Leave performance settings to auto, whatever is given; --dry-run shows both plans side by side.")
+]
+KeepEngine = Annotated[
+    bool,
+    typer.Option(
+        "--keep-engine", help="Keep the engine that the command names, and refuse it if it is not built. Built beside the native one: hf."
+    ),
+]
+PlannedFor = Annotated[
+    str | None, option("GPUS", "GPUs to plan for with --retune, and whose memory counts: 8xH100. Default: H100.", "--hardware")
+]
 GpuMemory = Annotated[float | None, option("GIB", "Memory of one GPU. Default: that of this machine's.", min=1)]
 Set = Annotated[
     list[str] | None, option("KEY=VALUE", "Override a key of the run file, for example run.steps=10. May be repeated.", "--set")
@@ -596,7 +617,9 @@ def verl(
     dry_run: DryRun = False,
     write: Write = None,
     retune: Retune = False,
+    hardware: PlannedFor = None,
     gpu_memory: GpuMemory = None,
+    keep_engine: KeepEngine = False,
     settings: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -605,10 +628,10 @@ def verl(
 
     Every key is answered: honoured, means nothing here, or refused. docs/coming-from.md has examples."""
     from fulltilt.compat import command
-    from fulltilt.compat.surroundings import Surroundings
 
-    translation = command.from_verl(ctx.args, Surroundings.here(gpu_memory), retune=retune)
-    run_translated(translation, dry_run, write, settings, as_json, quiet)
+    seen = surroundings(hardware, gpu_memory, keep_engine)
+    kept, retuned = (command.overridden(command.from_verl(ctx.args, seen, retune=each), settings or ()) for each in (False, retune))
+    run_translated(retuned, kept if retune else None, hardware, dry_run, write, as_json, quiet)
 
 
 @app.command(context_settings=THEIRS)
@@ -618,26 +641,46 @@ def chatlearn(
     dry_run: DryRun = False,
     write: Write = None,
     retune: Retune = False,
+    hardware: PlannedFor = None,
     gpu_memory: GpuMemory = None,
+    keep_engine: KeepEngine = False,
     settings: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run what a configuration of ChatLearn's asks for. Every key is answered: honoured, means nothing here, or refused."""
     from fulltilt.compat import command
-    from fulltilt.compat.surroundings import Surroundings
 
-    translation = command.from_chatlearn(config, ctx.args, Surroundings.here(gpu_memory), retune=retune)
-    run_translated(translation, dry_run, write, settings, as_json, quiet)
+    seen = surroundings(hardware, gpu_memory, keep_engine)
+    both = (command.from_chatlearn(config, ctx.args, seen, retune=each) for each in (False, retune))
+    kept, retuned = (command.overridden(each, settings or ()) for each in both)
+    run_translated(retuned, kept if retune else None, hardware, dry_run, write, as_json, quiet)
+
+
+def surroundings(hardware: str | None, gpu_memory: float | None, keep_engine: bool) -> Surroundings:
+    """What a translation may look at: files, a GPU's memory as it is or as the user says, and the sizes of well-known models."""
+    from dataclasses import replace
+
+    from fulltilt.compat.surroundings import Surroundings
+    from fulltilt.hardware import Cluster
+    from fulltilt.tune.shapes import find_shape
+
+    told = int(gpu_memory * 2**30) if gpu_memory else Cluster.parse(hardware, 1).gpu.memory if hardware else None
+    return replace(Surroundings.here(told, find_shape), keep_engine=keep_engine)
 
 
 def run_translated(
-    translation: Translation, dry_run: bool, write: Path | None, overrides: list[str] | None, as_json: bool, quiet: bool
+    translation: Translation, kept: Translation | None, hardware: str | None, dry_run: bool, write: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """Show a translation, save its run file, or train."""
+    """Show a translation, save its run file, or train. `kept`: the same run with its performance settings, to plan both side by side."""
     from fulltilt.compat import command
 
-    translation = command.overridden(translation, overrides or ())
+    plans: dict[str, Any] = {}
+    lines: list[str] = []
+    if kept is not None and not quiet:
+        from fulltilt.tune.command import beside
+
+        plans, lines = beside({"as given": command.config_of(kept), "--retune": command.config_of(translation)}, hardware)
     if write is not None:
         try:
             with open(write, "x", encoding="utf-8") as file:
@@ -646,10 +689,11 @@ def run_translated(
             raise UserError(f"{write} exists already, and nothing is overwritten. Choose another name") from None
         tell(f"wrote {write}", sys.stderr)
     if dry_run:
-        shown = f"{command.shown(translation)}\n\nthe run file:\n\n{command.run_file(translation)}"
-        print(json.dumps(command.as_document(translation), indent=1, default=str)) if as_json else tell(shown)
+        shown = "\n\n".join([command.shown(translation), *filter(None, ["\n".join(lines)]), "the run file:", command.run_file(translation)])
+        document = command.as_document(translation) | ({"plans": plans} if plans else {})
+        print(json.dumps(document, indent=1, default=str)) if as_json else tell(shown)
     elif not quiet and not as_json:
-        tell(command.shown(translation), sys.stderr)
+        tell("\n\n".join([command.shown(translation), *filter(None, ["\n".join(lines)])]), sys.stderr)
     if translation.problems and not dry_run:
         told = "\n".join(f"  {number}. {text}" for number, text in enumerate(translation.problems, 1))
         raise UserError(f"{translation.program}: {many(len(translation.problems), 'key')} cannot be honoured:\n{told}\n--dry-run shows all")

@@ -38,8 +38,8 @@ from fulltilt.schema import (
     keys,
     legal_values,
     row_of,
+    samples_from_copy,
     sections,
-    shares_parameters,
     shown,
     toml_value,
     value_of,
@@ -633,7 +633,7 @@ def _together(config: Config) -> Iterator[str]:
     values = flatten(config)
     for pair in knobs.TOGETHER:
         one, other = (knobs.FEATURES[name].setting(values) for name in (pair.one, pair.other))
-        allowed = pair.allowed or (pair.if_shared and shares_parameters(config))
+        allowed = pair.allowed or (pair.if_copied and samples_from_copy(config))
         if not allowed and one and other:
             yield f"{one.partition(' ')[0]}: {one} does not go with {other}: {pair.why}. Remove one of them"
 
@@ -676,7 +676,10 @@ def _offline() -> bool:
 def _model_exists(key: str, path: str) -> Iterator[str]:
     folder, given = Path(path), f"{key}: {shown(path)}"
     if _there(folder) and os.path.isdir(folder):
-        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        if shards := _shards_of(folder):
+            merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {shards} --target_dir MERGED"
+            yield f"{given} has its weights in verl's FSDP shards (model_world_size_N_rank_K.pt), which are not read. Merge them: {merge}"
+        elif (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             yield f"{given} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
         elif not (folder / "config.json").is_file():
             yield f"{given} has no config.json. Give {_model_meant(folder)}"
@@ -693,10 +696,32 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
 
 def _model_meant(folder: Path) -> str:
     """What to give in place of a folder without a model: of a run, its newest checkpoint's."""
-    for pattern in ("model/config.json", "step-*/model/config.json", "checkpoints/step-*/model/config.json"):
-        if found := sorted(folder.glob(pattern)):
+    for pattern in _CHECKPOINTS:
+        if found := sorted(folder.glob(pattern), key=_by_number):
             return f"the folder of the checkpoint's model: {found[-1].parent}"
     return "the folder of a Hugging Face model"
+
+
+def _by_number(path: Path) -> list[Any]:
+    """Paths in the order of the numbers in them: global_step_20 before global_step_100."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+
+# Where models stand below the folder of a run: of ours, of verl's and of ChatLearn's.
+_CHECKPOINTS = (
+    "model/config.json", "step-*/model/config.json", "checkpoints/step-*/model/config.json", "huggingface/config.json",
+    "actor/huggingface/config.json", "global_step_*/actor/huggingface/config.json", "global_step_*/huggingface/config.json",
+    "save_model/policy_trainer/*/config.json", "save_model/policy_trainer/*/huggingface/config.json",
+)  # fmt: skip
+
+
+def _shards_of(folder: Path) -> Path | None:
+    """The folder of verl's FSDP shards, where they are the only weights that a folder holds or belongs to."""
+    for shards in (folder, folder / "actor", folder.parent if folder.name == "huggingface" else folder):
+        if any(shards.glob("model_world_size_*_rank_*.pt")):
+            readable = [each for where in (folder, shards / "huggingface") for each in where.glob("*.safetensors")]
+            return None if readable else shards
+    return None
 
 
 def _there(path: str | Path) -> bool:

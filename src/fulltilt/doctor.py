@@ -1,9 +1,9 @@
-"""What is installed and usable on this computer, and what is missing.
+"""What is installed and usable on this computer, and what is missing; or how a run has spent its time and memory.
 
-Enters: the folder of a run whose memory is to be shown, and the address of a Ray cluster, or neither. Leaves: a `Report` of findings, each
-with a status, what was found and the remedy. Guaranteed: no network access except to the cluster, nothing written, and no exception: a
-package that cannot even be imported is a finding. torch and transformers are imported only while they are examined, so that there is a
-report when they are what is broken.
+Enters: nothing, the address of a Ray cluster, or the folder of a run. Leaves: a `Report` of findings, each with a status, what was found
+and the remedy, and for a run the explanation of tune/explain.py. Guaranteed: no network access except to the cluster, nothing written, and
+no exception: a package that cannot even be imported is a finding. torch and transformers are imported only while they are examined, so
+that there is a report when they are what is broken; for a run they are not imported.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fulltilt.memory.host import free_host_bytes, usable_cores
 from fulltilt.reward import confine
 from fulltilt.words import first_line, in_bytes, joined
+
+if TYPE_CHECKING:
+    from fulltilt.tune.explain import Explanation
 
 Status = Literal["ok", "missing", "broken"]
 
@@ -107,6 +110,7 @@ def judged(name: str, detail: str, fault: str | None, remedy: str, *, status: St
 @dataclass(frozen=True)
 class Report:
     findings: tuple[Finding, ...]
+    run: Explanation | None = None
 
     @property
     def broken(self) -> bool:
@@ -114,25 +118,37 @@ class Report:
         return any(finding.core and finding.status != "ok" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        return {"broken": self.broken, "findings": [asdict(finding) for finding in self.findings]}
+        found = {"broken": self.broken, "findings": [asdict(finding) for finding in self.findings]}
+        return found | ({"run": self.run.as_json()} if self.run else {})
 
     def lines(self) -> list[str]:
-        width = max(len(finding.name) for finding in self.findings)
-        return [
+        width = max((len(finding.name) for finding in self.findings), default=0)
+        found = [
             f"{finding.name:<{width}}  {finding.status:<7}  {finding.detail}" + (f"  ->  {finding.remedy}" if finding.remedy else "")
             for finding in self.findings
         ]
+        return [*found, *(self.run.lines() if self.run else ())]
 
 
-def examine(run: Path | None = None, address: str | None = None) -> Report:
-    """Examine this computer; if `run` is the folder of a run, show the memory that its newest step has measured; if `address` is that of a
-    Ray cluster, ask its machines."""
+def examine_run(run: Path) -> Report:
+    """Explain how a run has spent its time, and show the memory that its newest step has measured."""
+    try:
+        from fulltilt.tune.explain import explain
+
+        explanation = explain(run)
+    except Exception as error:
+        reason = f"the run cannot be explained: {type(error).__name__}: {first_line(error)}"
+        return Report((Finding("run", "broken", reason), *examine_memory_of(run)))
+    return Report(tuple(examine_memory_of(run)) if explanation.steps else (), explanation)
+
+
+def examine(address: str | None = None) -> Report:
+    """Examine this computer; if `address` is that of a Ray cluster, ask its machines."""
     core = tuple(examine_package(package) for package in PACKAGES if not package.extra)
     devices = (*examine_devices(), examine_workers()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
-    measured = examine_memory_of(run) if run else ()
     machines = examine_cluster(address) if address else ()
-    return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *measured, *machines))
+    return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *machines))
 
 
 def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -157,7 +157,7 @@ def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsi
 
 
 @dataclass(frozen=True)
-class Launch:
+class AttentionLaunch:
     """Launch parameters of `paged_attention`. Any values give the same result up to rounding."""
 
     splits: int  # most parts that a sequence is divided into
@@ -169,7 +169,7 @@ class Launch:
 
 
 @cache
-def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> Launch:
+def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> AttentionLaunch:
     """Launch parameters from shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
     # The tiles of flash attention's forward pass on this chip, and one warp, which holds a row's scores as flash's warps do: sums then have
     # its order. Four warps read 1.02 to 1.1 times as fast, but sum in another order. No flash attention exists for float32.
@@ -180,7 +180,7 @@ def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: i
     else:
         splits, fewest, whole = -(-WANTED * processors // (PROCESSORS * programs)), FEWEST_TOKENS, WHOLE
         splits = min(splits, -(-longest // fewest)) if longest > whole else 1
-    return Launch(max(1, min(splits, MOST_SPLITS)), fewest, tile, whole, warps=1 if itemsize == 2 else 4)
+    return AttentionLaunch(max(1, min(splits, MOST_SPLITS)), fewest, tile, whole, warps=1 if itemsize == 2 else 4)
 
 
 def power_of_two(number: int) -> int:

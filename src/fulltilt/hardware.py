@@ -17,7 +17,7 @@ from fulltilt.records import UserError
 from fulltilt.words import listed
 
 MIB = 1 << 20
-GPUS_PER_MACHINE = 8  # of the machines that these GPUs are sold in
+GPUS_PER_MACHINE = 8  # as these GPUs are sold
 MOST_MEMORY, MOST_GPUS = 1 << 20, 1 << 20  # GB and GPUs beyond which a number is a mistake
 
 
@@ -33,7 +33,7 @@ class Accelerator:
     host_link: float  # to and from pinned host memory
     gpu_link: float  # to and from the other GPUs of the machine
     network: float  # to and from other machines, each GPU's part of the adapters
-    matmul_share: float = 0.7  # of `flops` that large products reach at the power limit
+    matmul_share: float = 0.7  # share of `flops` that large products reach at the power limit
     driver: str = ""  # a pattern of the name that the driver gives
 
     @property
@@ -70,8 +70,12 @@ ACCELERATORS = (
     Accelerator("H20", 97871 * MIB, 96, 148e12, 4.0e12, PCIE5, NVLINK4, INFINIBAND_400, 0.95, r"\bH20\b"),
     # NVIDIA A100 data sheet: 80 GB, 2,039 GB/s (SXM), 1,935 (PCIe), 312 TFLOP/s, NVLink 600 GB/s; 40 GB: 1,555 GB/s
     Accelerator("A100", 81920 * MIB, 80, 312e12, 2.039e12, PCIE4, NVLINK3, INFINIBAND_200, 0.85, r"\bA100-SXM.*80GB"),
+    # The A100 with NVLink at 400 GB/s
+    Accelerator("A800", 81920 * MIB, 80, 312e12, 2.039e12, PCIE4, 200e9, INFINIBAND_200, 0.85, r"\bA800\b"),
     Accelerator("A100-PCIe", 81920 * MIB, 80, 312e12, 1.935e12, PCIE4, PCIE4, INFINIBAND_200, 0.8, r"\bA100 80GB PCIe\b"),
     Accelerator("A100-40GB", 40960 * MIB, 40, 312e12, 1.555e12, PCIE4, NVLINK3, INFINIBAND_200, 0.85, r"\bA100\b"),
+    # NVIDIA L40S data sheet: 48 GB, 864 GB/s, 733 TFLOP/s with sparsity, no NVLink
+    Accelerator("L40S", 46068 * MIB, 48, 362e12, 864e9, PCIE4, PCIE4, ETHERNET_100, 0.7, r"\bL40S\b"),
     # NVIDIA RTX A6000 data sheet: 48 GB, 768 GB/s, 309.7 TFLOP/s with sparsity, NVLink 112.5 GB/s between two
     Accelerator("A6000", 49140 * MIB, 48, 154.8e12, 768e9, PCIE4, PCIE4, ETHERNET_100, 0.75, r"\bRTX A6000\b"),
     # NVIDIA Ada architecture whitepaper, GeForce RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s with float32 sums, no NVLink
@@ -82,7 +86,7 @@ ACCELERATORS = (
 NAMES = {own.name.lower(): own for own in ACCELERATORS}
 WRITTEN = re.compile(
     r"(?:(?P<count>\d+)\s*[x*]\s*)?(?:nvidia[-_ ]*)?(?:geforce[-_ ]*)?(?:rtx[-_ ]*)?"
-    r"(?P<name>[a-z0-9-]+?)(?:[-_ ]?(?P<memory>\d+)\s*g(?:i?b)?)?",
+    r"(?P<name>[a-z0-9-]+?)(?:[-_ ]*(?:sxm\d?|hbm\d?e?))*(?:[-_ ]?(?P<memory>\d+)\s*g(?:i?b)?)?(?:[-_ ]*(?:sxm\d?|hbm\d?e?))*",
     re.IGNORECASE,
 )
 

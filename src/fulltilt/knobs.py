@@ -143,7 +143,7 @@ class Pair:
     other: str
     allowed: bool
     why: str  # why not; or how they share the work
-    if_shared: bool = False  # whether they may where workers share out parameters (`train.shard`)
+    if_copied: bool = False  # whether they may where a rollout engine reads a copy of the actor
 
 
 TOGETHER: tuple[Pair, ...] = (
@@ -180,8 +180,9 @@ TOGETHER: tuple[Pair, ...] = (
         "cuda_graphs",
         "offload_params",
         False,
-        'graphs read weights by address, and weights return to another one. With train.shard = "full" or "hybrid" graphs read a copy',
-        if_shared=True,
+        'graphs read weights by address, and weights return to another one. With train.shard = "full" or "hybrid" graphs read a copy, as '
+        "they do where rollout.tensor_parallel is another size than train.tensor_parallel",
+        if_copied=True,
     ),
     Pair("selective", "offload_activations", True, "activations that are kept are moved"),
     Pair("selective", "offload_params", True, "layers are recomputed while their role works"),

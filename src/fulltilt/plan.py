@@ -20,7 +20,7 @@ from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequ
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UpdateCosts, UserError
-from fulltilt.schema import Config, shares_model, shares_parameters
+from fulltilt.schema import Config, shares_model, value_of
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
@@ -30,18 +30,18 @@ ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
 # Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
 # took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
-BUDGET_SHARE = 0.5  # of the memory left on the device, that an enlarged micro-batch may take
+BUDGET_SHARE = 0.5  # share of the memory left on the device that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
-RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
-SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
+RESERVE = 1 / 5  # share of the device that parameters, gradients and optimizer leave to activations and KV cache, or go to the host
+SLACK = 1 / 16  # share of the device for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
 LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
-CACHED_SAMPLES = 16  # of the longest kind, that a KV cache should hold before `auto` divides a model for rollouts
+CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
 HEADROOM = 0.15  # of the memory left for an update, that the largest micro-batch by measured costs leaves free: pieces that fit nothing
 LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
 # Of a micro-batch's seconds, that may be the same whatever its tokens, before `auto` gives it more: the host launches ahead, so that the
@@ -54,7 +54,7 @@ ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the al
 class Budgets:
     """Numbers that execution depends on and results do not. A checkpoint keeps them."""
 
-    threads: int  # of torch on the CPU
+    threads: int  # that torch uses on the CPU
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
@@ -230,7 +230,7 @@ class Facts:
     rollout: bool = True  # False: nothing is sampled
     cores: int = 1  # that torch would use if left alone
     threads_given: bool = False  # by OMP_NUM_THREADS
-    processors: int = footprint.PROCESSORS  # of the device
+    processors: int = footprint.PROCESSORS  # multiprocessors of the device
     free_bytes: int | None = None  # on the device, with models and optimizers in place
     kv_bytes_per_token: int | None = None
     decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
@@ -257,6 +257,11 @@ class Facts:
         return self.sharding.among(self.sharding.workers * self.parts // own.tensor, own.apart)
 
     @property
+    def samples_from_copy(self) -> bool:
+        """Whether an engine reads a copy of the actor, which stays on the device."""
+        return bool(self.copy_bytes) or self.sharding.parameters or self.sharding.experts > 1
+
+    @property
     def actor(self) -> RoleFacts:
         return self.roles["actor"]
 
@@ -267,9 +272,11 @@ class Facts:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
-        measured = self.kv_bytes_per_token
-        return self.actor.shape.kv_bytes_per_token(self.actor.itemsize) if measured is None else measured
+        """Bytes of a token's keys and values that a worker has, which samples with `rollout_parts` others."""
+        if self.kv_bytes_per_token is not None:
+            return self.kv_bytes_per_token
+        parts, itemsize = self.rollout_parts, self.actor.itemsize  # heads beyond their number are copies
+        return sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in self.actor.shape.layers)
 
 
 @dataclass(frozen=True)
@@ -279,6 +286,7 @@ class RolePlan:
     settings: Mapping[str, RoleSettings]
     budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives to micro-batches of roles that learn, on CUDA
     words: tuple[str, ...] = ()  # what differs from the defaults, and why
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # why `auto` became what it did, by role and key
 
 
 @dataclass(frozen=True)
@@ -288,12 +296,13 @@ class Plan:
     budgets: Budgets
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # as those of `RolePlan`
 
     def beside(self, other: Plan) -> Plan:
         """The plan of a run in which other workers, with the other plan, have roles that these do not."""
         budgets = {name: getattr(other.budgets, name) for role in other.roles for name in OWN_BUDGETS[role]}
         together = replace(self, budgets=replace(self.budgets, **budgets), roles={**self.roles, **other.roles})
-        return replace(together, words=(*self.words, *other.words))
+        return replace(together, words=(*self.words, *other.words), reasons={**self.reasons, **other.reasons})
 
 
 def plan_of(
@@ -315,8 +324,9 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     if "actor" in facts.roles:
         check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
-    if facts.rollout and config.rollout.cuda_graphs is True and facts.not_captured is not None:
-        reason = f"no graph can hold the model: {facts.not_captured}"
+    missing = why_decoding_has_no_graphs(config, facts)
+    if facts.rollout and config.rollout.cuda_graphs is True and missing:
+        reason = f"no graph can hold the model: {facts.not_captured}" if facts.not_captured else missing
         raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
     check_samples(facts, samples)
     roles = roles or plan_roles(config, facts, kept)
@@ -331,9 +341,10 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     steps = count_steps(config, facts.steps_per_epoch)
     if "actor" not in facts.roles:
         own = {role: roles.settings[role] for role in facts.roles}
-        return Plan(steps, updates_per_step(config), budgets, own, tuple(words_of_own_workers(config, facts, roles, budgets)))
+        words = tuple(words_of_own_workers(config, facts, roles, budgets))
+        return Plan(steps, updates_per_step(config), budgets, own, words, roles.reasons)
     words = (*in_words(config, facts, roles, memory, budgets, steps, samples), *changed)
-    return Plan(steps, updates_per_step(config), budgets, roles.settings, words)
+    return Plan(steps, updates_per_step(config), budgets, roles.settings, words, roles.reasons)
 
 
 # ---- the KV cache and budgets ----------------------------------------------------------------------------------------------------------
@@ -378,8 +389,9 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
         for layer in set(shape.layers)
     )
     of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
-    captured = uses_graphs(config, facts.device) and not facts.not_captured
-    of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if captured else 0  # with top-k and top-p, and without
+    of_graphs = (
+        0 if why_decoding_has_no_graphs(config, facts) else footprint.GRAPH_BYTES * 2 * len(sizes)
+    )  # with top-k and top-p, and without
     of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
     return found + of_attention + footprint.sampling_bytes(rows, vocabulary) + of_layer + of_graphs + of_trials
 
@@ -482,10 +494,19 @@ def graphs_without_device(config: Config, device: str) -> Iterator[str]:
         )
 
 
-def uses_graphs(config: Config, device: str) -> bool:
-    # Where workers share out parameters, an engine has a whole copy of the actor, which stays where it is.
-    moves = config.train.offload_params is True and not shares_parameters(config)
-    return device == "cuda" and config.rollout.cuda_graphs is not False and not moves
+def uses_graphs(config: Config, device: str, *, copied: bool = False) -> bool:
+    """Whether decoding steps are captured, if a graph can hold the model. `copied`: whether the engine reads a copy of the actor, or
+    nothing learns: then what it reads never leaves the device."""
+    return device == "cuda" and config.rollout.cuda_graphs is not False and (copied or config.train.offload_params is not True)
+
+
+def why_decoding_has_no_graphs(config: Config, facts: Facts) -> str | None:
+    """Why no decoding step is captured, in words; None: they are."""
+    if uses_graphs(config, facts.device, copied=facts.samples_from_copy or evaluates(facts)):
+        return facts.not_captured
+    if config.rollout.cuda_graphs is False:
+        return "rollout.cuda_graphs is off"
+    return "the run is on the CPU" if facts.device == "cpu" else "train.offload_params moves the weights that they would read"
 
 
 def releases_memory(config: Config) -> bool:
@@ -624,7 +645,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
         check_host(config, facts, made, budgets)
     settings = made.settings()
     words = (role_in_words(role, settings[role], made.reasons) for role in facts.roles)
-    return RolePlan(settings, budgets, tuple(text for text in words if text))
+    return RolePlan(settings, budgets, tuple(text for text in words if text), made.reasons)
 
 
 def given_decisions(config: Config, facts: Facts) -> Decisions:
@@ -736,10 +757,10 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     sharding = facts.sharding_of(role)
     held, shared = model.held(sharding), sharding.parameters
-    # An engine reads the whole copy of an actor that is shared out, or whose experts are divided.
-    at_work = updated or ("" if shared or sharding.experts > 1 or facts.copy_bytes else "actor")
+    # In a rollout an engine that reads a copy of the actor needs nothing else.
+    at_work = updated or ("" if facts.samples_from_copy else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
-    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
+    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # those of shards come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
     twin = facts.copy_bytes or rollout_bytes(model.known_sizes, sharding) if facts.rollout and role == "actor" else 0
@@ -875,6 +896,34 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
     return replace(chosen, why=f"{what} would take {in_bytes(needed)} of each device's {in_bytes(facts.device_bytes)}{otherwise}")
 
 
+# Keys that do not go with parameters that are shared out, and with models that are divided.
+UNSHARED = {
+    "train.compile": "compiled layers have not been tried with it",
+    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
+}
+UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
+
+
+def unshared(config: Config) -> dict[str, str]:
+    """The keys that do not go with parameters that are shared out, and why."""
+    found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
+    if config.train.recompute_method == "uniform" and together not in ("auto", 1):
+        found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
+    return found
+
+
+def why_unshared(config: Config) -> str | None:
+    """Why `auto` shares out no parameters; None: it may."""
+    return next((f"{key} is set" for key in unshared(config)), None)
+
+
+def why_undivided(config: Config, *, sampled: bool) -> str | None:
+    """Why `auto` divides no model; None: it may."""
+    if sampled and config.rollout.engine != "native":
+        return f'rollout.engine = "{config.rollout.engine}" samples from a whole model'
+    return next((f"{key} is set" for key in UNDIVIDED if value_of(config, key) is True), None)
+
+
 # ---- among how many workers models are divided -----------------------------------------------------------------------------------------
 
 
@@ -912,7 +961,7 @@ def choose_division(
     ways = list(ways_to_divide(config, facts, within))
     usual, _ = ways[0]
     autos = [key for key, value in sizes_given(config).items() if value == "auto"]
-    own = bool(facts.roles) and not followers(config, facts, "tensor_parallel")
+    own = bool(facts.roles) and not followers(config, facts)
     if facts.device != "cuda" or facts.sharding.workers == 1 or not autos or own:
         return usual
     if only or len({way for way, _ in ways}) == 1:
@@ -939,9 +988,9 @@ def size_key(config: Config, role: str, name: str) -> str:
     return f"{role}.{name}" if own else f"train.{name}"
 
 
-def followers(config: Config, facts: Facts, name: str) -> dict[str, RoleFacts]:
-    """The roles that have no size of that name of their own, but that of [train]."""
-    return {role: model for role, model in facts.roles.items() if size_key(config, role, name).startswith("train")}
+def followers(config: Config, facts: Facts) -> dict[str, RoleFacts]:
+    """The roles that are divided as [train] says. One with a size of its own, of layers or of experts, is not (`Division.of`)."""
+    return {role: model for role, model in facts.roles.items() if own_sizes(config, role) == (None, None)}
 
 
 def sizes_given(config: Config) -> dict[str, int | str]:
@@ -956,13 +1005,8 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
     """All legal divisions, the preferred ones first: nothing is divided, experts are, layers are; each with the smallest rollout groups
     first, because data parallelism beats tensor parallelism there, but before them with an engine that reads the parameters that learn.
     With each, whether it is meant only if the engine does so, without a copy."""
-    tensor, experts, rollout = sizes_given(config).values()
-    pairs = [(unless_auto(tensor, 1), unless_auto(experts, 1))]
-    if experts == "auto" and pairs[0][0] == 1:
-        pairs += [(1, size) for size in expert_sizes(config, facts)]
-    if tensor == "auto" and pairs[0][1] == 1:
-        pairs += [(size, 1) for size in tensor_sizes(config, facts, within)]
-    for of_layers, of_experts in dict.fromkeys(pairs):
+    rollout = config.rollout.tensor_parallel
+    for of_layers, of_experts in dict.fromkeys(pairs_of_sizes(config, facts, within)):
         usual = unless_auto(rollout, of_layers) if facts.rollout else of_layers
         samplers, together = [usual], config.rollout.expert_parallel
         if rollout == "auto" and facts.rollout and "actor" in facts.roles:
@@ -976,14 +1020,30 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
         yield from ((Division(of_layers, of_experts, size), False) for size in samplers)
 
 
+def pairs_of_sizes(config: Config, facts: Facts, within: int) -> Iterator[tuple[int, int]]:
+    """Among how many workers layers and experts may be divided, the preferred pairs first. Members that divide layers have some of the
+    experts whole where the number of experts allows it, as in rollouts, because products of parts are narrow; else a part of each."""
+    tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
+    yield unless_auto(tensor, 1), unless_auto(experts, 1)
+    if experts == "auto" and unless_auto(tensor, 1) == 1:
+        yield from ((1, size) for size in expert_sizes(config, facts))
+    if tensor == "auto":
+        whole, parts = (tensor_sizes(config, facts, within, whole_experts=each) for each in (True, False))
+        for size in sorted({*whole, *parts}):
+            yield from [(size, size)] * (size in whole and experts in ("auto", size))
+            yield from [(size, 1)] * (size in parts and experts in ("auto", 1))
+
+
 def evaluates(facts: Facts) -> bool:
     """Whether nothing learns from the actor, as far as its model is known."""
     return "actor" in facts.roles and not facts.actor.trained
 
 
-def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
-    """Sizes that every role's layers may be divided into, and that leave as many workers with the same part as other keys need."""
-    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts, "tensor_parallel")
+def tensor_sizes(config: Config, facts: Facts, within: int, *, whole_experts: bool = False) -> list[int]:
+    """Sizes that the layers of all roles without sizes of their own may be divided into, and that leave as many workers with the same part
+    as other keys need. `whole_experts`: sizes with which each member has some experts whole, where the actor has experts and rollouts
+    may have them so, too."""
+    workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts)
     group = {"full": 2, "hybrid": config.train.shard_size or 2}.get(shard, 1)
 
     def legal(size: int) -> bool:
@@ -991,13 +1051,16 @@ def tensor_sizes(config: Config, facts: Facts, within: int) -> list[int]:
         alike = [wrong_sequence_size(config, role, model.shape, rest, size) for role, model in roles.items()]
         return rest >= group and (shard != "hybrid" or rest % group == 0) and not any(alike)
 
-    of_roles = [set(legal_sizes(model.shape, within)) for model in roles.values()]
+    with_experts = [role for role, model in roles.items() if expert_counts(model.shape)]
+    if whole_experts and (not with_experts or ("actor" in roles and "actor" not in with_experts) or config.rollout.expert_parallel == 1):
+        return []
+    of_roles = [set(legal_sizes(model.shape, within, whole_experts=whole_experts)) for model in roles.values()]
     return [size for size in sorted(set.intersection(*of_roles)) if legal(size)] if of_roles else []
 
 
 def expert_sizes(config: Config, facts: Facts) -> list[int]:
-    """Sizes that the experts of every role which has some may be divided into."""
-    roles, workers = followers(config, facts, "expert_parallel"), facts.sharding.workers
+    """Sizes that experts may be divided into, of all roles that have some and no sizes of their own."""
+    roles, workers = followers(config, facts), facts.sharding.workers
     counts = [set(legal_expert_sizes(model.shape, workers)) for model in roles.values() if expert_counts(model.shape)]
     actor = facts.roles.get("actor")
     if config.train.shard == "hybrid" or not counts or (actor and not expert_counts(actor.shape)):
@@ -1034,23 +1097,21 @@ def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshar
     if facts.rollout and "actor" in facts.roles:
         copied = facts.copy_bytes or rollout_bytes(facts.actor.known_sizes, facts.sharding)
         why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if copied else why
-        sampling, words = useful_rollout(config, made, facts, whole.actor.shape)
+        sampling, words = useful_rollout(config, made, facts)
         if why is None and sampling > (1 - SLACK) * facts.device_bytes:
             why = f"{words} would take {in_bytes(sampling)} of the device's {in_bytes(facts.device_bytes)}"
         needed = max(needed, sampling)
     return Fit(needed, facts.sharding, why)
 
 
-def useful_rollout(config: Config, made: Decisions, facts: Facts, shape: Shape) -> tuple[int, str]:
+def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, str]:
     """About the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or as many as there are, and
-    what these are, in words. `shape`: that of the whole actor."""
-    algorithm, parts = config.algorithm, facts.rollout_parts
+    what these are, in words."""
+    algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    replicas = facts.sharding.workers * facts.parts // parts
+    replicas = facts.sharding.workers * facts.parts // facts.rollout_parts
     rows, longest = min(CACHED_SAMPLES, -(-samples // replicas)), facts.longest + longest_response(config)
-    itemsize = facts.actor.itemsize
-    token_bytes = sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in shape.layers)
-    cache = rows * longest * token_bytes if config.rollout.kv_bytes == "auto" else config.rollout.kv_bytes
+    cache = rows * longest * facts.token_bytes if config.rollout.kv_bytes == "auto" else config.rollout.kv_bytes
     beside = resident(made.keys, facts, None) if releases_memory(config) else most_resident(made, facts)
     decode = decode_bytes(config, facts, most_seqs(config, facts.device, samples))
     of_cache = f"{many(rows, 'sample')} of {longest} tokens" if config.rollout.kv_bytes == "auto" else in_bytes(cache)
@@ -1337,12 +1398,8 @@ def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets:
 
 
 def graphs_in_words(config: Config, facts: Facts, decode: int, samples: int) -> str:
-    if not uses_graphs(config, facts.device):
-        away = "train.offload_params moves the weights that they would read" if config.train.offload_params is True else ""
-        on_cpu = "the run is on the CPU" if facts.device == "cpu" else away
-        return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else on_cpu)
-    if facts.not_captured:
-        return f"no CUDA graphs: {facts.not_captured}"
+    if missing := why_decoding_has_no_graphs(config, facts):
+        return f"no CUDA graphs: {missing}"
     sizes = footprint.sizes_up_to(most_seqs(config, facts.device, samples))
     return f"CUDA graphs of {many(len(sizes), 'batch size')}, {in_bytes(decode)} for decoding"
 

@@ -50,7 +50,7 @@ CLIPPED: Mapping[str, Setting] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip"
 class Estimator:
     """How rewards become advantages: a built-in value of `algorithm.advantage`."""
 
-    function: str  # of algo.advantage
+    function: str  # its name in algo.advantage
     defaults: Mapping[str, Setting] = field(default_factory=dict)  # keys of [algorithm] that come with it, and their values when left out
     smallest_group: int = 2  # fewest samples per prompt that it can learn from; from 2 on the group is its baseline
     critic: str = ""  # name of the critic's loss; empty: it has no critic
@@ -62,7 +62,7 @@ class Estimator:
 class PolicyLoss:
     """How advantages become a loss: a built-in value of `algorithm.loss`."""
 
-    function: str  # of algo.loss
+    function: str  # its name in algo.loss
     defaults: Mapping[str, Setting] = field(default_factory=dict)
     marks: str = ""  # function of algo.marks that chooses tokens by the statistics of a mini-batch; empty: none
     reads_old: bool = True  # whether it compares the policy with the one before the step's first update

@@ -207,7 +207,7 @@ class BatchPlan:
     """
 
     micro_batches: tuple[tuple[int, ...], ...]  # rows that go together, largest first
-    weights: Mapping[int, float]  # of each row's trained tokens in the loss, the global denominator included
+    weights: Mapping[int, float]  # what a trained token of each row counts in the loss, the global denominator included
     trained_tokens: int  # over all micro-batches of all workers: what per-token metrics are divided by
     silent: bool = False  # as in MiniBatch
 

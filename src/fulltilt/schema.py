@@ -31,7 +31,7 @@ from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_ESTIMATORS, VERL_LOSS
 from fulltilt.records import EngineName
 from fulltilt.words import either, first_line, printable, shortened
 
-MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
+MOST = 2**31 - 1  # the largest count: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 GroupSize = Annotated[int, Field(ge=1, le=65536)]
@@ -165,7 +165,7 @@ def why_invalid(error: Exception) -> str:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    used_if: ClassVar[tuple[UsedIf, ...]] = ()  # of all its keys, those that they read excepted
+    used_if: ClassVar[tuple[UsedIf, ...]] = ()  # when its keys are used, all but those that these conditions read
     free: ClassVar[bool] = False  # all its keys may differ when a run is resumed
 
     @field_validator("*", mode="before")
@@ -353,7 +353,7 @@ class DataConfig(Section):
     """SFT rows with more tokens than this, prompt and response together, are skipped; the number skipped is reported. Left out: a row may
     have as many tokens as the model has positions, and a longer one is an error."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of messages, or a string."""
+    """Column with the prompt: a list of messages, or a string. `extra_info.question`: what the objects of a column have under a name."""
     response_key: str = row("response", used_if=_if_supervised)
     """Column with the response of an SFT row."""
     messages_key: str = row("messages", used_if=_if_supervised)
@@ -567,7 +567,7 @@ class RolloutConfig(Section):
     preempted sample reuses those of its blocks that are still in the cache."""
     cuda_graphs: Switch = _rollout("auto", "kernel launches per decode step", "!ARR.rollout.enforce_eager | !models.policy.enforce_eager")
     """Decode by replaying captured CUDA graphs, so that the host launches no kernels during a step. `true` is an error where no graph can
-    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` is not on.
+    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` does not move what the engine reads.
     Note: enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false."""
     release_memory: Switch = _rollout(
         "auto",
@@ -715,8 +715,8 @@ class TrainConfig(Section):
     the number of workers and of experts. Rollouts have all experts on every worker, or what `rollout.tensor_parallel` and
     `rollout.expert_parallel` say. With `shard` "optimizer" or "full". With `tensor_parallel` it is 1 or the same number: then workers that
     compute a layer together have some of its experts whole, instead of a part of every one, and send nothing in addition. `auto`: 1
-    where the run fits on the devices as `shard` shares it out, else the least with which it does, and 1 with `tensor_parallel`; on a CPU
-    1."""
+    where the run fits on the devices as `shard` shares it out, else the least with which it does. Where `auto` divides layers instead, it
+    is the same number if that of experts allows it. With a `tensor_parallel` that is given, and on a CPU, 1."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""
@@ -748,9 +748,10 @@ class TrainConfig(Section):
         aliases="ARR.actor.{fsdp_config.param_offload,fsdp_config.offload_policy,megatron.param_offload} "
         "| {,models.policy_trainer.}free_gpu_memory.offload_weights",
     )
-    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs, unless workers share out parameters
-    (`train.shard`): then they are on the host in rollouts too, which read a whole copy. `auto`: off. Note: verl's offload_policy streams
-    each layer from the host in every pass; here a role's parameters come once for each of its phases."""
+    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs, unless rollouts read a copy, because
+    workers share out parameters (`train.shard`) or divide them in another way than in rollouts: then they are on the host in rollouts too.
+    `auto`: off. Note: verl's offload_policy streams each layer from the host in every pass; here a role's parameters come once for each of
+    its phases."""
     offload_optimizer: Switch = _offload(
         "auto",
         aliases="ARR.{actor.fsdp_config,actor.megatron,ref.megatron}.optimizer_offload "
@@ -856,7 +857,17 @@ class CriticConfig(Section):
     path: str | None = row(None, names="model")
     """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
     lr: LearningRate = 1e-5
-    """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
+    """Peak learning rate of the critic. Optimizer settings that are not here are those of `[train]`."""
+    schedule: Literal["constant", "linear", "cosine"] | None = row(None)
+    """As `train.schedule`. Left out: as in `[train]`."""
+    warmup_steps: NotNegative | None = row(None)
+    """As `train.warmup_steps`. Left out: as in `[train]`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = row(None)
+    """As `train.min_lr_ratio`, of `critic.lr`. Left out: as in `[train]`."""
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] | None = row(None)
+    """As `train.weight_decay`. Left out: as in `[train]`."""
+    clip_grad: Weight | None = row(None)
+    """As `train.clip_grad`. Left out: as in `[train]`."""
     packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
     """Pack samples side by side. Left out: as in `[train]`."""
     recompute: Recompute | None = _checkpointing(None, aliases="critic.model.enable_gradient_checkpointing")
@@ -1100,6 +1111,15 @@ class Config(Section):
 def shares_parameters(config: Config) -> bool:
     """Whether workers share out the parameters of models that learn."""
     return config.train.shard in ("full", "hybrid")
+
+
+def samples_from_copy(config: Config) -> bool:
+    """Whether a rollout engine reads a copy of the actor, as far as given keys say: parameters are shared out, experts alone are divided,
+    or the engine's layers or experts are divided in another way."""
+    train, rollout = config.train, config.rollout
+    tensor, experts = (1 if size == "auto" else size for size in (train.tensor_parallel, train.expert_parallel))
+    other = rollout.tensor_parallel not in ("auto", tensor) or rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
+    return shares_parameters(config) or (experts > 1 and tensor == 1) or other
 
 
 def shares_model(config: Config) -> bool:

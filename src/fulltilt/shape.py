@@ -29,8 +29,8 @@ class ModelFamily:
     """What a family of models has beside the structure of Llama: attention, then a gated product, each behind a norm, without biases."""
 
     tied: bool = False  # whether the output embedding is the input embedding, where config.json does not say
-    qkv_bias: bool | str = "attention_bias"  # of the projections of queries, keys and values: a key of config.json, or always
-    output_bias: bool | str = "attention_bias"  # of the projection behind attention
+    qkv_bias: bool | str = "attention_bias"  # whether projections of queries, keys and values have one, or the key of config.json
+    output_bias: bool | str = "attention_bias"  # the same for the projection behind attention
     mlp_bias: bool | str = False
     norms: int = 2  # in a layer, over the hidden states
     head_norms: bool | str = False  # norms of queries and keys
@@ -154,7 +154,7 @@ class DecoderLayer:
 class LayerDivision:
     """How workers divide the layers of a model among themselves. This class: not at all."""
 
-    members: int = 1  # of a tensor-parallel group
+    members: int = 1  # workers of a tensor-parallel group
     experts: int = 1  # workers that have all experts
     whole_experts: bool = False  # whether a member has some of the experts whole, and rows of zeros for those of others
     arriving: float = 1.0  # rows that come to a worker's experts for each one that it sends: 1 on average, if routers are balanced
@@ -192,7 +192,7 @@ class Recompute:
 class Shape:
     model_type: str
     vocabulary: int
-    width: int  # of hidden states
+    width: int  # numbers of a hidden state
     layers: tuple[DecoderLayer, ...]
     tied: bool  # the output embedding is the input embedding
     positions: int | None  # that the model was made for; None: config.json does not say

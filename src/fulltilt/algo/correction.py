@@ -65,8 +65,8 @@ def engine_over_trainer(trainer: np.ndarray, engine: np.ndarray) -> np.ndarray:
 class Criterion:
     """A test that every trained token passes, alone or with its whole sample."""
 
-    level: str  # of LEVELS
-    distance: str  # of DISTANCES
+    level: str  # one of LEVELS
+    distance: str  # one of DISTANCES
     low: float  # bounds of the distance
     high: float
 
@@ -92,7 +92,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Correction:
-    cap: float = 0.0  # of the importance weight; 0: there is none
+    cap: float = 0.0  # the largest importance weight; 0: there is no bound
     floor: float | None = None  # weights below it or above the cap are 0; None: weights above the cap are the cap
     whole_samples: bool = False  # the weight is that of the sample, the product over its tokens
     normalised: bool = False  # weights are divided by their mean over the step

@@ -18,7 +18,7 @@ from fulltilt.algo.advantage import HERE, Everyone
 from fulltilt.records import MicroBatch
 
 
-class Tokens:
+class TrainedTokens:
     """All trained tokens of some micro-batches, one behind another."""
 
     def __init__(self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], *, bypass: bool) -> None:
@@ -49,7 +49,7 @@ def largest(
     bypass: bool = False, seed: int = 0, update: int = 0, everyone: Everyone = HERE,
 ) -> list[np.ndarray]:  # fmt: skip
     """The share of tokens whose covariance is largest; at least one token (KL-Cov)."""
-    tokens = Tokens(batches, logprobs, bypass=bypass)
+    tokens = TrainedTokens(batches, logprobs, bypass=bypass)
     count = max(1, int(cov_share * everyone.sum([len(tokens.logprobs)])))
     return tokens.split(smallest(-tokens.covariances(everyone), tokens, count, everyone))
 
@@ -60,7 +60,7 @@ def some_between(
 ) -> list[np.ndarray]:  # fmt: skip
     """A share of all tokens, at least one, drawn among those whose covariance is between two bounds and whose ratio is not clipped
     (Clip-Cov)."""
-    tokens = Tokens(batches, logprobs, bypass=bypass)
+    tokens = TrainedTokens(batches, logprobs, bypass=bypass)
     count = max(1, int(cov_share * everyone.sum([len(tokens.logprobs)])))
     covariances, gap = tokens.covariances(everyone), tokens.logprobs - tokens.old
     clipped = ((tokens.advantages > 0) & (gap > np.log1p(clip_high))) | ((tokens.advantages < 0) & (np.expm1(gap) < -clip_low))
@@ -69,7 +69,7 @@ def some_between(
     return tokens.split(smallest(drawn, tokens, count, everyone))
 
 
-def smallest(numbers: np.ndarray, tokens: Tokens, count: int, everyone: Everyone) -> np.ndarray:
+def smallest(numbers: np.ndarray, tokens: TrainedTokens, count: int, everyone: Everyone) -> np.ndarray:
     """Which tokens have the `count` smallest numbers among everyone's; infinite numbers do not count."""
     keys = np.stack([numbers, tokens.rows, tokens.positions], axis=1)
     offered = ordered(keys[np.isfinite(numbers)])[:count]

@@ -22,7 +22,7 @@ class Timing:
     setting: Mapping[str, Any]
     seconds: Sequence[float] = ()  # one number for each repeat
     prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, where a workload asks for time per token
-    trial_seconds: float | None = None  # of the pass that a setting was chosen or dropped by, warm-up included
+    trial_seconds: float | None = None  # how long the pass took that a setting was chosen or dropped by, warm-up included
     logprobs: bool = True
     error: str | None = None
 

@@ -72,7 +72,7 @@ class Native:
         self.engine, self.limits, self.budgets = self.worker.engine, self.worker.engine.limits, self.worker.plan.budgets
         self.model, self.layers, self.fused = models.actor, models.layers, models.fused
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
-        self.groups: tuple[Group, ...] = ()  # of the last pass
+        self.groups: tuple[Group, ...] = ()  # those of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far
 
     @property

@@ -22,9 +22,9 @@ from fulltilt.parallel.holdings import held_bytes, passing_bytes, rollout_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.traffic import (
     WHITENING,
-    Exchange,
     ExpertPass,
     RoleWork,
+    RowExchange,
     RowTraffic,
     Stream,
     Trip,
@@ -81,8 +81,7 @@ class Scale:
 
     def _experts_apart(self, own: ParameterSize) -> Iterator[ParameterSize]:
         """The numbers of a layer that every GPU has, and those of its part of the experts."""
-        experts = self.shape.layers[own.layer].experts if own.layer is not None else None
-        numbers = 3 * experts.count * experts.inner * self.shape.width if experts else 0
+        numbers = self.shape.expert_parameters(self.shape.layers[own.layer]) if own.layer is not None else 0
         yield replace(own, shape=(own.count - numbers,))
         if numbers:
             yield replace(own, shape=(numbers // self.sharding.experts,), apart=True)
@@ -104,7 +103,8 @@ class Scale:
     def moved(self) -> Mapping[str, int]:
         """Bytes of parameters and gradients."""
         tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
-        passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # micro-batches in an optimizer step
+        # Micro-batches in an optimizer step: GPUs that share their tokens have a token budget each, GPUs that share layers one together.
+        passes = -(-tokens // (self.gpus // self.tensor * TOKEN_BUDGET["cuda"]))
         return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1, parts=self.sharding.experts)], self.sharding)
 
     @cached_property
@@ -341,9 +341,9 @@ def rows_table() -> Iterator[str]:
             yield f"| {gpus} | {own:,} | none | none | | |"
             continue
         trips = [Trip(PROMPT + RESPONSE, rank, (rank + 1) % gpus) for rank in range(gpus) for _ in range(own)]
-        passes = [Exchange(trips, returns=True)] * 2
-        grpo = RowTraffic(gpus, [*passes, Exchange(trips, fields=4)])
-        ppo = RowTraffic(gpus, [*passes, passes[0], Exchange(trips, fields=6), Exchange(trips, fields=6)], WHITENING)
+        passes = [RowExchange(trips, returns=True)] * 2
+        grpo = RowTraffic(gpus, [*passes, RowExchange(trips, fields=4)])
+        ppo = RowTraffic(gpus, [*passes, passes[0], RowExchange(trips, fields=6), RowExchange(trips, fields=6)], WHITENING)
         moved = [predict([], UNSHARDED, each)["all-to-all"] for each in (grpo, ppo)]
         times = [f"{max(moved) / speed * 1e3:.1f} ms" for speed in (NETWORK, NETWORK / OF_MACHINE)]
         yield f"| {' | '.join([f'{gpus:,}', f'{own:,}', *(f'{count / 1e6:.1f} MB' for count in moved), *times])} |"

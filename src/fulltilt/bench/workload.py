@@ -18,7 +18,7 @@ import numpy as np
 from fulltilt.records import Prompt
 
 GIB = 2**30
-WARM_UP_TOKENS = 16  # of each sample, where warming up with a whole pass would take too long
+WARM_UP_TOKENS = 16  # tokens of each sample, where warming up with a whole pass would take too long
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ Spread = Even | Lognormal  # a distribution of lengths, by its quantiles
 class Workload:
     name: str
     prompts: int
-    samples: int  # of each prompt
+    samples: int  # drawn for each prompt
     prompt_tokens: Spread
     response_tokens: Spread
-    kv_bytes: int | None = None  # of every engine's KV cache; None: each takes what it would
+    kv_bytes: int | None = None  # size of every engine's KV cache; None: each takes what it would
     slow: bool = False  # passes take minutes: engines are warmed up with a few tokens a sample, vLLM is measured with log-probs only
     per_token: bool = False  # compared by the time of one token with all samples decoding, prefill left out
 

@@ -44,6 +44,7 @@ from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.plan import (
     OFFLOADS,
     OWN_BUDGETS,
+    UNDIVIDED,
     Division,
     check_context,
     count_steps,
@@ -51,13 +52,25 @@ from fulltilt.plan import (
     own_sizes,
     size_key,
     unless_auto,
+    unshared,
     wrong_sequence_size,
 )
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, row_of, shares_model, shares_parameters, shown, uses_reward_model, value_of
+from fulltilt.schema import (
+    Config,
+    conditions,
+    keys,
+    row_of,
+    samples_from_copy,
+    shares_model,
+    shares_parameters,
+    shown,
+    uses_reward_model,
+    value_of,
+)
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.user_code import UserCodeError
@@ -66,12 +79,6 @@ from fulltilt.words import either, listed, many
 ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often in every row
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
-UNSHARED = {
-    "train.compile": "compiled layers have not been tried with it",
-    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
-}
-
-UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
 EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
@@ -423,14 +430,6 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
             yield wrong
 
 
-def unshared(config: Config) -> dict[str, str]:
-    """The keys that do not go with parameters that are shared out, and why."""
-    found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
-    if config.train.recompute_method == "uniform" and together not in ("auto", 1):
-        found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
-    return found
-
-
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Workers that there are no devices for, or that the engine or a function of the user does not run on, and keys that only several
     workers obey."""
@@ -526,10 +525,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "reward_model": uses_reward_model(config),
     }
     # The actor's shards have no part in rollouts, nor have experts that are divided.
-    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
-    other = config.rollout.tensor_parallel not in ("auto", tensor)
-    other |= config.rollout.expert_parallel not in ("auto", experts if tensor > 1 else 1)
-    of_copy = (shares_parameters(config) or (experts > 1 and tensor == 1) or other) and "rollout" in algorithm.needs
+    of_copy = samples_from_copy(config) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():

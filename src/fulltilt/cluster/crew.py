@@ -10,6 +10,7 @@ come back.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,24 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
+from fulltilt.cluster.budgets import PASSES, ROLLOUT, UPDATES, LiveBudgets, RoleWork
 from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
-from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
+from fulltilt.cluster.worker import (
+    BETWEEN_STEPS,
+    Annotated,
+    Metrics,
+    StopSampling,
+    SyncReport,
+    UpdateSums,
+    Worker,
+    WorkerFacts,
+    enough_memory,
+)
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
 from fulltilt.plan import ROLE_KEYS, Plan, RoleSettings
 from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
-from fulltilt.rollout.engine import FreeSeats
+from fulltilt.rollout.engine import FreeSeats, RolloutLimits
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats, JointProgress, RolloutProgress
 from fulltilt.schema import Config
@@ -39,6 +50,7 @@ from fulltilt.words import joined, many
 
 # The roles whose phases are not the actor's. Phases between steps are everyone's.
 PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
+OF_ALL_WORKERS = ("perf/gpu_utilization",)  # metrics of which the mean over the workers counts, not the most of any
 SomeRow = TypeVar("SomeRow", bound=AnyRow)
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
@@ -55,12 +67,30 @@ Outcome = TypeVar("Outcome")
 Dealt = TypeVar("Dealt")
 
 
-@dataclass(frozen=True, eq=False)
 class StartedWork(Generic[Outcome]):
-    """What workers have begun to compute."""
+    """What workers have begun to compute, and compute again in smaller micro-batches where memory runs out."""
 
-    call: WorkerCall
-    finish: Callable[[Sequence[AnyRow], Report], Outcome]  # wait for it; the rows are those that it was begun with
+    def __init__(
+        self, begin: Callable[[int], WorkerCall], finish: Callable[[StartedWork[Outcome], Sequence[AnyRow], Report], Outcome]
+    ) -> None:
+        """`begin`: starts a call; its argument is how many optimizer steps are made already."""
+        self._begin, self._finish = begin, finish
+        self._calls = [begin(0)]
+
+    @property
+    def call(self) -> WorkerCall:
+        return self._calls[-1]
+
+    @property
+    def seconds(self) -> float:
+        return sum(call.seconds for call in self._calls)
+
+    def repeat(self, done: int = 0) -> None:
+        self._calls.append(self._begin(done))
+
+    def finish(self, rows: Sequence[AnyRow], report: Report) -> Outcome:
+        """Wait for it. The rows are those that it was begun with."""
+        return self._finish(self, rows, report)
 
 
 class Crew:
@@ -74,6 +104,7 @@ class Crew:
         firsts = [facts[ranks[0]] for ranks in self._groups]
         self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
         self.notes = tuple(note for each in firsts for note in each.notes)
+        self.device = facts[actors[0]].device  # of the actor's workers
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
         self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
         self._gathers = {role for role, ranks in self._workers.items() if facts[ranks[0]].gathers}  # roles whose workers compute together
@@ -81,12 +112,30 @@ class Crew:
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self._samplers = facts[0].sampling  # workers that sample together
+        self.device_bytes = min(each.device_bytes for each in facts)  # of a worker's device; 0 on a CPU
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
         self._sharing = {role: size * facts[self._ranks_of(role)[0]].together.get(role, 1) for role, size in of_tokens.items()}
-        self.update_sizes = update_sizes(config, self.plan.budgets, of_tokens)
-        self.forward_sizes = forward_sizes(config, self.plan.budgets, of_tokens)
+        self.budgets = LiveBudgets(config, self.plan.budgets, of_tokens, self.hosts.size)
+
+    @property
+    def update_sizes(self) -> dict[str, MicroSizing]:
+        return {role: self.budgets.sizing(RoleWork(role, learns=True)) for role in UPDATES}
+
+    @property
+    def forward_sizes(self) -> dict[str, MicroSizing]:
+        return {role: self.budgets.sizing(RoleWork(role, learns=False)) for role in PASSES}
+
+    def use_budgets(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
+        """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
+        self.budgets.use(changed, lowered)
+        if changed.keys() & ROLLOUT.keys():
+            self._limit_rollout()
+
+    def _limit_rollout(self) -> None:
+        now = self.budgets.now
+        self._each("actor", "limit_rollout", RolloutLimits(now.kv_blocks, now.max_seqs, now.max_batched_tokens), what="rollout")
 
     @property
     def worker(self) -> Worker:
@@ -154,24 +203,35 @@ class Crew:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
-        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
+        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first. Workers that
+        sample together get the same prompts; the first of them asks. Where the caller stops early, they stop together."""
         size, numbered = len(self._ranks_of("actor")) // self._samplers, list(enumerate(prompts))
-        seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
+        seats = size * max(1, self.budgets.now.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
         longest = max((len(prompt.ids) for _, prompt in queue), default=0)
         dealt = [dict(numbered[:seats][part::size]) for part in range(size) for _ in range(self._samplers)]
         args = [(own, sampling, seed, self._version, longest) for own in dealt]
         call = self._start("actor", "generate", args, what="rollout", together=self._samplers > 1)
-        telling = self._ranks_of("actor")[:: self._samplers]
-        for rank, item in call.items():
-            if rank not in telling:  # it says that it is at work
-                continue
-            if isinstance(item, FreeSeats):
-                call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
-            elif isinstance(item, RolloutProgress):
-                self._progress.add(rank, item)
-            else:
-                yield item
+        ranks = self._ranks_of("actor")
+        groups = {ranks[first]: ranks[first : first + self._samplers] for first in range(0, len(ranks), self._samplers)}
+        try:
+            for rank, item in call.items():
+                if rank not in groups:  # it says that it is at work
+                    continue
+                if isinstance(item, FreeSeats):
+                    more = dict(queue.popleft() for _ in range(min(item.groups, len(queue))))
+                    for member in groups[rank]:
+                        call.tell(member, more)
+                elif isinstance(item, RolloutProgress):
+                    self._progress.add(rank, item)
+                else:
+                    yield item
+        finally:
+            for member in ranks if self._samplers > 1 else ():  # one that has answered is told nothing
+                call.tell(member, StopSampling())
+        found: dict[int, RolloutLimits] = {rank: each for rank, each in enumerate(call.results()) if each is not None}
+        if self.budgets.lower_rollout(found):  # on all engines, as in a run that resumes
+            self._limit_rollout()
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
@@ -212,42 +272,56 @@ class Crew:
 
     def start_annotation(self, role: str, field: str, rows: Sequence[AnyRow]) -> StartedWork[AnnotatedRows]:
         """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
-        call, finish = self._start_passes(role, rows, field)
 
-        def annotated(rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
-            plan, found, pads = finish(report)
+        def annotated(passes: Passes, rows: Sequence[AnyRow]) -> AnnotatedRows:
+            plan, found, pads = passes
             if here := rows_here(rows):
                 return AnnotatedRows(scatter(here, plan, found, field), pads)
             if rows:
                 self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
             return AnnotatedRows(list(rows), pads)
 
-        return StartedWork(call, annotated)
+        return self._start_passes(role, rows, field, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        _, found, _ = self._start_passes("actor", rows, "logprobs")[1](lambda done, total: None)
+        _, found, _ = self._start_passes("actor", rows, "logprobs", lambda passes, rows: passes).finish(rows, lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
-    def _start_passes(self, role: str, rows: Sequence[AnyRow], field: str) -> tuple[WorkerCall, Callable[[Report], Passes]]:
-        """The call, and a function that waits for it."""
-        sizing, size, telling = self.forward_sizes[role], self._count_parts(role), self._ranks_of(role)[:: self._sharing[role]]
-        plan = sizing.schedule([row.tokens for row in rows], size)
-        dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
-        own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
-        given = self._bring(role, field, rows, own, whole=False)
-        args = [(role, *each, sizing.packing, field) for each in zip(given, own, strict=True)]
-        waits = role in self._gathers or self._sharing[role] > 1
-        call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=waits)
+    def _start_passes(
+        self, role: str, rows: Sequence[AnyRow], field: str, use: Callable[[Passes, Sequence[AnyRow]], Outcome]
+    ) -> StartedWork[Outcome]:
+        """`use`: what the result is made from the passes, and from the rows that it is asked for with."""
+        size, telling = self._count_parts(role), self._ranks_of(role)[:: self._sharing[role]]
+        lengths, passes_of_role = [row.tokens for row in rows], RoleWork(role, learns=False)
+        plan: list[list[int]] = []
+        dealt: list[list[int]] = []
 
-        def finish(report: Report) -> Passes:
-            for done, _ in enumerate((item for rank, item in call.items() if rank in telling), start=1):
-                report(done, len(plan))
-            results: list[Annotated] = self._results(role, call)[:: self._sharing[role]]
+        def begin(done: int) -> WorkerCall:
+            sizing = self.budgets.sizing(passes_of_role)
+            plan[:] = sizing.schedule(lengths, size)
+            self.budgets.note(passes_of_role, lengths, plan)
+            dealt[:] = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
+            own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
+            given = self._bring(role, field, rows, own, whole=False)
+            args = [(role, *each, sizing.packing, field) for each in zip(given, own, strict=True)]
+            waits = role in self._gathers or self._sharing[role] > 1
+            return self._start(role, "annotate", args, what=f"a pass of the {role}", together=waits)
+
+        def finish(work: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
+            for failures in itertools.count(1):
+                for done, _ in enumerate((item for rank, item in work.call.items() if rank in telling), start=1):
+                    report(done, len(plan))
+                results: list[Annotated] = self._results(role, work.call)[:: self._sharing[role]]
+                failed = failed_of(telling, results)
+                if not failed:
+                    break
+                self.budgets.lower(passes_of_role, lengths, plan, failed, failures)
+                work.repeat()
             found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
-            return plan, found, sum(each.pad_tokens for each in results)
+            return use((plan, found, sum(each.pad_tokens for each in results)), rows)
 
-        return call, finish
+        return StartedWork(begin, finish)
 
     def _bring(
         self, role: str, purpose: str, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, whole: bool
@@ -281,33 +355,49 @@ class Crew:
 
     def start_update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> StartedWork[Metrics]:
         """Begin what `update` does."""
-        sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
-        size = self._count_parts(role)
-        plans = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
-        costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
-        together = role in self._gathers
-        dealt = [distribute(each, size, self.config.train.balance, together=together) for each in costs]
-        parts = self._to_each(role, [[plan.part(places[part]) for plan, places in zip(plans, dealt, strict=True)] for part in range(size)])
-        if not self.hosts.worker:  # other processes do not wait for the reader of their progress
-            report(0, self.config.algorithm.epochs * len(plans))
-        micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
-        given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
-        args = [(role, *each, updates_before, sizing.packing) for each in zip(given, parts, strict=True)]
-        call = self._start(role, "update", args, what=f"update-{role}", together=True)
+        alone, work_of_role = role == "actor" and self.algorithm.advantage_alone, RoleWork(role, learns=True)
+        size, together, lengths = self._count_parts(role), role in self._gathers, [row.tokens for row in rows]
+        plans: list[BatchPlan] = []
+        spreads: list[float] = []
 
-        def finish(rows: Sequence[AnyRow], report: Report) -> Metrics:
-            for rank, done in call.items():
-                if done and rank == self._ranks_of(role)[0]:
-                    report(*done)
-            metrics = self._update_metrics(role, plans, self._results(role, call)[:: self._sharing[role]])
+        def begin(done: int) -> WorkerCall:
+            sizing = self.budgets.sizing(work_of_role)
+            plans[:] = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
+            self.budgets.note(work_of_role, lengths, itertools.chain.from_iterable(plan.micro_batches for plan in plans))
+            costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
+            dealt = [distribute(each, size, self.config.train.balance, together=together) for each in costs]
+            spreads[:] = [spread(*pair, together=together) for pair in zip(costs, dealt, strict=True)]
+            own = [[plan.part(places[part]) for plan, places in zip(plans, dealt, strict=True)] for part in range(size)]
+            parts = self._to_each(role, own)
+            if not self.hosts.worker:  # other processes do not wait for the reader of their progress
+                report(done, self.config.algorithm.epochs * len(plans))
+            micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
+            given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
+            args = [(role, *each, updates_before, sizing.packing, done) for each in zip(given, parts, strict=True)]
+            return self._start(role, "update", args, what=f"update-{role}", together=True)
+
+        def finish(work: StartedWork[Metrics], rows: Sequence[AnyRow], report: Report) -> Metrics:
+            results, failures = [UpdateSums([], 0, 0, 0.0)] * len(self._ranks_of(role)), Counter[int]()
+            while True:
+                for rank, done in work.call.items():
+                    if done and rank == self._ranks_of(role)[0]:
+                        report(*done)
+                results = [before + own for before, own in zip(results, self._results(role, work.call), strict=True)]
+                failed = failed_of(self._ranks_of(role), results)
+                if not failed:
+                    break
+                made = len(results[0].steps)
+                failures[made] += 1
+                self.budgets.lower(work_of_role, lengths, plans[made % len(plans)].micro_batches, failed, failures[made])
+                work.repeat(made)
+            metrics = self._update_metrics(role, plans, results[:: self._sharing[role]])
             if alone:
                 metrics[f"{role}/samples_left_out"] = len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)
             if size > 1 and plans:
-                spreads = [spread(*pair, together=together) for pair in zip(costs, dealt, strict=True)]
                 metrics[f"{role}/load_spread"] = float(np.mean(spreads))
             return metrics
 
-        return StartedWork(call, finish)
+        return StartedWork(begin, finish)
 
     def _update_metrics(self, role: str, plans: Sequence[BatchPlan], results: Sequence[UpdateSums]) -> Metrics:
         found = [
@@ -337,7 +427,8 @@ class Crew:
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
-        the bytes that went between the driver and workers in other processes."""
+        how busy their GPUs were on average, the bytes that went between the driver and workers in other processes, how often memory ran
+        out, and budgets that have changed."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         apart: Metrics = {}
         for ranks in self._groups:
@@ -348,7 +439,10 @@ class Crew:
                 if len(ranks) > 1 and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
             }
             apart |= {name: max(apart.get(name, 0.0), each) for name, each in spreads.items()}
-        return {name: max(each) for name, each in gathered(found).items()} | apart | self._traffic()
+        failures, self.budgets.failures = self.budgets.failures, 0
+        budgets = {f"budget/{name}": float(size) for name, size in self.budgets.changed.items()}
+        together = {name: float(np.mean(each)) if name in OF_ALL_WORKERS else max(each) for name, each in gathered(found).items()}
+        return together | apart | self._traffic() | {"perf/out_of_memory": failures, **budgets}
 
     def _traffic(self) -> Metrics:
         """Bytes between the driver and workers in other processes since the last call."""
@@ -358,13 +452,17 @@ class Crew:
     def _bytes(self) -> Counter[str]:
         return Counter({"driver/bytes_out": self.hosts.sent_bytes, "driver/bytes_in": self.hosts.received_bytes})
 
-    def pending_memory(self) -> dict[str, Reading]:
-        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
-        found: list[dict[str, Reading]] = self._all("pending_memory", what="save")
-        return {phase: reading for first, *_ in reversed(self._groups) for phase, reading in found[first].items()}
+    def pending_memory(self) -> list[dict[str, Reading]]:
+        """Memory that was measured on each worker and is in no `metrics` yet, for `restore_memory` in other processes."""
+        return self._all("pending_memory", what="save")
 
-    def restore_memory(self, pending: Mapping[str, Reading]) -> None:
-        self._all("restore_memory", dict(pending), what="set-up")
+    def restore_memory(self, pending: Sequence[Mapping[str, Reading]]) -> None:
+        """Each worker takes up its own; where there were more workers or fewer, every one takes the most of all."""
+        if len(pending) != self.hosts.size:
+            phases = dict.fromkeys(phase for own in pending for phase in own)
+            most = {phase: reduce(Reading.most, [own[phase] for own in pending if phase in own]) for phase in phases}
+            pending = [most] * self.hosts.size
+        self.hosts.start("restore_memory", [(dict(own),) for own in pending], what="set-up").results()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
 
@@ -422,6 +520,11 @@ def raise_first(found: Sequence[Any], kind: type[Exception]) -> None:
     for each in found:
         if isinstance(each, kind):
             raise each
+
+
+def failed_of(ranks: Sequence[int], results: Sequence[Annotated | UpdateSums]) -> dict[int, str]:
+    """By worker whose work ended because memory ran out, what was reported."""
+    return {rank: each.failure for rank, each in zip(ranks, results, strict=True) if each.failure is not None}
 
 
 def rows_here(rows: Sequence[AnyRow]) -> list[Row]:

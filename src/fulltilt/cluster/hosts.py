@@ -47,7 +47,8 @@ class Hosts(Protocol):
     ) -> WorkerCall:
         """Call a method of workers. `args`: one tuple per worker, in order of rank; None: this worker is not called, and its result is
         None. `what`: the name of this call for people, for example "update-actor". `aside`: it may run in a thread, beside other calls of
-        the worker. `together`: workers wait for one another inside the method, so that none may stop early."""
+        the worker. `together`: workers wait for one another inside the method, so that none may stop by itself: one that is to stop early
+        is told so by a message, on which workers agree."""
 
     def hurry(self) -> None:
         """The user wants the run to stop: from now on a worker that is stuck is soon given up. Called in a signal handler."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
+from fulltilt.cluster import faults
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
@@ -45,8 +46,10 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.attention import LayerShape
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
@@ -61,6 +64,7 @@ from fulltilt.parallel.twin import Twin
 from fulltilt.plan import (
     ROLE_KEYS,
     Division,
+    Facts,
     RoleFacts,
     RoleSettings,
     RoleSizes,
@@ -86,7 +90,7 @@ from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, many
 
-NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # of a worker that is alone
+NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # what a worker has that is alone
 
 
 def be_deterministic() -> None:
@@ -165,6 +169,8 @@ def load_worker(
         division.words,
         order.probe,
     )
+    if order.roles and device.type == "cuda":
+        worker.utilization = GpuUtilization.of(str(torch.cuda.get_device_properties(device).uuid))
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -176,6 +182,7 @@ def load_worker(
     if not order.roles and order.only is None and division.rollout == 1 < unless_auto(asked, unless_auto(trained, 1)):
         why = f"{many(ranks.size, 'worker')} cannot be divided into groups of that size"
         worker.notes = (*worker.notes, f"layers are not divided as in the run that learned: {why}")
+    faults.install(worker)
     return worker
 
 
@@ -284,48 +291,24 @@ def make_worker(
     why they are, in words. `probe`: used where this worker is alone, and token budgets are neither kept nor given."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
-    ranks, layers = grid.everyone, member_layers(models.layers, grid.rollout.size)
-    sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
-    whole = shared.rollout or models.actor if sampled else None
-    sharding = replace(sharding, experts=grid.experts.size)
-    of_roles = {
-        role: shared.facts.get(role) or role_facts(model, learns=role in learners, part=shared.parts.get(role))
-        for role, model in models.own.items()
-    }
-    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
-    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
-    facts = find_facts(device, of_roles, whole, layers, models.fused, texts, grid=grid, sharding=sharding)
-    facts = replace(facts, division=division, divisions=others)
-    if shared.copied and shared.rollout is not None:
-        target = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None
-        copied, part = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target)), shared.parts.get("actor")
-        bucket = bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
-        facts = replace(facts, copy_bytes=copied + bucket)
+    ranks, layers, shared = grid.everyone, member_layers(models.layers, grid.rollout.size), shared or SharedModels()
+    sampled = "rollout" in algorithm.needs and "actor" in models.own
+    facts = facts_of_models(device, models, texts, layers, grids, sharding, shared, learners_of(roles), sampled=sampled)
+    facts = replace(facts, division=division)
     planned = plan_roles(config, facts, kept)
     settings = planned.settings
     # Everything that holds memory comes before memory is measured.
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
-    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
-    for name in made.roles:
-        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
-    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
-    for name, own in made.roles.items():
-        own.tensor = grids[name].tensor
-        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
-        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
+    join_groups(made.roles, settings, ranks, grids, shared)
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
-    if isinstance(shared.twin, RolloutCopy) and "actor" in made.trainers:
-        optimizer = made.trainers["actor"].optimizer
-        shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
-    if shared.twin:
-        shared.twin.sync()
+    follow_and_sync(shared, models, made.trainers)
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
     if probe and ranks.alone and made.trainers and not kept and config.actor.token_budget == "auto":
         budgets = {role: update_budget(config, device.type, role, planned.budgets) for role in made.trainers}
-        costs = probe_updates(probe, made.trainers, of_roles, settings, budgets, longest_row(config, facts))
+        costs = probe_updates(probe, made.trainers, facts.roles, settings, budgets, longest_row(config, facts))
         planned = budgets_by_costs(config, facts, planned, costs)
-    for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
+    for role in reversed(learners_of(roles)):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need(*ROLLOUT_ROLES[shared.twin is not None])
@@ -334,7 +317,7 @@ def make_worker(
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
     engine = None
     if sampled:
-        bounds = limits(config, plan.budgets, device, texts.longest)
+        bounds = limits(config, plan.budgets, device, texts.longest, copied=shared.twin is not None or not roles)
         context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
         engine = make_engine(config.rollout.engine, context)
     adapters = [describe_adapters(models.actor, shared.parts.get("actor"))] if config.lora.rank and "actor" in models.own else []
@@ -350,13 +333,60 @@ def make_worker(
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*adapters, *notes, *shared.notes()),
+        notes=(*adapters, *notes, *shared.notes(config)),
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,
         sampling=grid.rollout,
+        host_group=grid.rollout.on_host(),
         collect=shared.collect,
     )
+
+
+def facts_of_models(
+    device: torch.device, models: Models, texts: TextFacts, layers: Mapping[int, LayerShape], grids: Mapping[str, Grid], sharding: Sharding,
+    shared: SharedModels, learners: Collection[str], *, sampled: bool,
+) -> Facts:  # fmt: skip
+    """The facts about loaded models, as they are divided and shared out, that the plan is made from. `grids`: for every role."""
+    grid = grids["actor"]
+    sharding = replace(sharding, experts=grid.experts.size)
+    of_roles = {
+        role: shared.facts.get(role) or role_facts(model, learns=role in learners, part=shared.parts.get(role))
+        for role, model in models.own.items()
+    }
+    sizes = {role: RoleSizes(grids[role].tensor.size, grids[role].experts.size) for role in models.own}
+    others = {role: own for role, own in sizes.items() if own != RoleSizes(grid.tensor.size, grid.experts.size)}
+    read = (shared.rollout or models.actor) if sampled else None
+    facts = find_facts(device, of_roles, read, layers, models.fused, texts, grid=grid, sharding=sharding)
+    copied = 0
+    if shared.copied and shared.rollout is not None:
+        target, part = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None, shared.parts.get("actor")
+        copied = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target))
+        copied += bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
+    return replace(facts, divisions=others, copy_bytes=copied)
+
+
+def join_groups(
+    roles: Mapping[str, Role], settings: Mapping[str, RoleSettings], ranks: Ranks, grids: Mapping[str, Grid], shared: SharedModels
+) -> None:
+    """Give each role the workers that it computes with. All workers must call it at the same time."""
+    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
+    for name in roles:
+        together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
+    groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
+    for name, own in roles.items():
+        own.tensor = grids[name].tensor
+        own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
+        own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
+
+
+def follow_and_sync(shared: SharedModels, models: Models, trainers: Mapping[str, Trainer]) -> None:
+    """Tell the model for the engine what learns, and bring it to the weights that are restored."""
+    if isinstance(shared.twin, RolloutCopy) and "actor" in trainers:
+        optimizer = trainers["actor"].optimizer
+        shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
+    if shared.twin:
+        shared.twin.sync()
 
 
 def learners_of(roles: Collection[str]) -> list[str]:
@@ -411,7 +441,10 @@ def make_roles(
         rest = shared.shards["actor"].rest if "actor" in shared.shards else None
         trainers["actor"] = Trainer(actor, algorithm.loss, marking(algorithm.marks, actor, grids["actor"].everyone), rest)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
-        of_critic = config.train.model_copy(update={"lr": config.critic.lr})
+        own = {
+            name: getattr(config.critic, name) for name in ("lr", "schedule", "warmup_steps", "min_lr_ratio", "weight_decay", "clip_grad")
+        }
+        of_critic = config.train.model_copy(update={name: value for name, value in own.items() if value is not None})
         optimizer = optimizer_of("critic", model, of_critic, total, settings["critic"], keeps_parameters=True)
         roles["critic"] = critic = Critic("critic", model, optimizer)
         trainers["critic"] = Trainer(critic, algorithm.value_loss)

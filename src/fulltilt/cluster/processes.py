@@ -45,7 +45,7 @@ STACK_S = 1.0  # how long workers may take to write their stacks
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
 # Starts the workers of these ranks, with these variables besides those that their machines have.
-Launch: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[WorkerPeer]]"
+LaunchWorkers: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[WorkerPeer]]"
 
 
 def print_stall(text: str) -> None:
@@ -162,8 +162,8 @@ class Processes:
 
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
-        launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
-        kept: Any = None, labels: Sequence[str] = (),
+        launch: LaunchWorkers = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0,
+        deadline_s: float = 1800.0, kept: Any = None, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on

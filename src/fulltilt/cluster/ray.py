@@ -73,11 +73,11 @@ TRAVELLING = re.compile(
 
 
 @dataclass(frozen=True)
-class Joined:
+class ClusterMembership:
     """This process as a part of a Ray cluster."""
 
     own: bool = True  # whether it was joined here, and is left here
-    files: str | None = None  # of a cluster that was started here
+    files: str | None = None  # the folder of a cluster that was started here
 
     def leave(self) -> None:
         if self.own:
@@ -86,9 +86,9 @@ class Joined:
             shutil.rmtree(self.files, ignore_errors=True)
 
 
-def join(address: str, nodes: int, workers: int) -> Joined:
+def join(address: str, nodes: int, workers: int) -> ClusterMembership:
     if ray.is_initialized():  # by the program that has called this one
-        return Joined(own=False)
+        return ClusterMembership(own=False)
     if "://" in address:
         raise UserError(f"cluster.address: {address} is not HOST:PORT. Start the run on a machine of the cluster, with its address or auto")
     found = address if address != "auto" else current_cluster()
@@ -183,7 +183,7 @@ def check_answer(address: str) -> None:
         raise UserError(f"cluster.address: what answers at {address} is not Ray. `ray status` shows the cluster of a machine")
 
 
-def start(what: str, files: str | None = None, **options: Any) -> Joined:
+def start(what: str, files: str | None = None, **options: Any) -> ClusterMembership:
     kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(NICENESS, "0")
@@ -198,7 +198,7 @@ def start(what: str, files: str | None = None, **options: Any) -> Joined:
             os.environ["RAY_ADDRESS"] = variable
         if threading.current_thread() is threading.main_thread() and kept is not None:
             signal.signal(signal.SIGTERM, kept)  # a run that is asked to stop saves first
-    return Joined(files=files)
+    return ClusterMembership(files=files)
 
 
 # -- machines ------------------------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Machines:
         """End the keepers, and leave Ray. May be called again."""
         machines, self._machines = self._machines, []
         group, self._group = self._group, None
-        joined, self._joined = self._joined, Joined(own=False)
+        joined, self._joined = self._joined, ClusterMembership(own=False)
         for machine in machines:
             machine.open = False
         for machine in machines:

@@ -9,6 +9,7 @@ samples that a logger shows after a validation, and for carried-over groups when
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,6 +21,7 @@ import numpy as np
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.schedule import in_order
 from fulltilt.cluster.crew import Crew
+from fulltilt.cluster.hosts import WorkerError
 from fulltilt.cluster.shelf import build_row, specify_rows
 from fulltilt.observe.metrics import RolloutFiles, RowSums
 from fulltilt.observe.validation import texts_of
@@ -215,12 +217,17 @@ class SamplesThere:
     def release(self, kept: Sequence[ScoredGroup]) -> None:
         groups = heads_of(kept)
         args = [([groups[place].number for place in own],) for own in self._places(groups)]
-        errors = [line for lines in self.crew.held("release", args, what="the end of a step") for line in lines]
-        if self._errors_file and errors:
-            append_errors(self._errors_file, "".join(errors))
+        self._write_errors(self.crew.held("release", args, what="the end of a step"))
 
     def close(self) -> None:
-        """Reward processes end with their workers."""
+        """Reward processes end with their workers. What failed in a step that did not end is written first, if the workers still answer."""
+        with contextlib.suppress(WorkerError):
+            self._write_errors(self._held("take_errors", what="the end"))
+
+    def _write_errors(self, of_workers: Sequence[Sequence[str]]) -> None:
+        errors = [line for lines in of_workers for line in lines]
+        if self._errors_file and errors:
+            append_errors(self._errors_file, "".join(errors))
 
 
 Samples: TypeAlias = SamplesHere | SamplesThere

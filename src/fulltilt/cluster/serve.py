@@ -79,7 +79,7 @@ class Server:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._waiting: SimpleQueue[Start | None] = SimpleQueue()  # calls for the main thread; None: leave
-        self._inboxes: dict[int, ProcessInbox] = {}  # of calls that have not ended
+        self._inboxes: dict[int, ProcessInbox] = {}  # by call, for those that have not ended
         self._worker: Any = None
 
     def serve(self) -> None:

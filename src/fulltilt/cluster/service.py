@@ -36,7 +36,7 @@ from fulltilt.settings import own_functions
 from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
-UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
+UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it ends
 
 
 @dataclass(frozen=True, eq=False)

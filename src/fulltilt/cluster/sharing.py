@@ -29,7 +29,7 @@ from fulltilt.parallel.parts import ModelPart, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
 from fulltilt.parallel.twin import Twin, like, over_same_memory, part_memory, whole_on_host, without_memory
-from fulltilt.plan import RoleFacts
+from fulltilt.plan import RoleFacts, own_sizes
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes
 
@@ -78,7 +78,7 @@ class SharedModels:
 
         return export_collected, count
 
-    def notes(self) -> Iterator[str]:
+    def notes(self, config: Config) -> Iterator[str]:
         for role, why in self.read_whole.items():
             yield f"{role}: read whole by every worker before it was divided or shared out: {why}"
         for role, made in self.parts.items():
@@ -87,7 +87,8 @@ class SharedModels:
             whole = " with whole experts" if isinstance(made, TensorSplit) and made.whole_experts else ""
             yield f"{role}: {what} divided among {made.ranks.size} workers{whole}{f', {in_bytes(held)} each' if held else ''}"
             if reason := why_narrow(made, self.shards[role].types if role in self.shards else {}):
-                yield f"{role}: experts run one by one, which is slow: {reason}. Set train.expert_parallel = {made.ranks.size}"
+                key = f"{'train' if own_sizes(config, role) == (None, None) else role}.expert_parallel"
+                yield f"{role}: experts run one by one, which is slow: {reason}. Set {key} = {made.ranks.size}"
         for role, shards in self.shards.items():
             held, sharing = sum(numbers.nbytes for numbers in shards.own().values()), shards.sharing
             groups = f", in {sharing.everyone.size // sharing.group.size} groups" if sharing.group.size < sharing.everyone.size else ""
@@ -149,7 +150,8 @@ class ModelDivider:
 
 @dataclass(frozen=True, eq=False)
 class ExpertDivider:
-    """Divides the experts of one role's model after another, each when it is loaded and fused. A model without experts stays whole."""
+    """Divides the experts of one role's model after another: before it is fused where its parameters are still in their files, so that
+    only this worker's experts are read, and afterwards where they are loaded. A model without experts stays whole."""
 
     found: SharedModels
     holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that have all of them

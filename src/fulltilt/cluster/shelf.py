@@ -45,7 +45,7 @@ class RowSpec:
     group: int  # place among the step's groups
     sample: int  # place in its group
     reward: float
-    parts: tuple[float, ...]  # of the reward, those that the algorithm asks for
+    parts: tuple[float, ...]  # parts of the reward that the algorithm asks for
     baseline: float | None
     lag: int
 
@@ -246,6 +246,10 @@ class Shelf:
         """Drop all rows, and all groups but these. Returns lines for the file of failed reward calls."""
         self._groups = {number: self._groups[number] for number in numbers}
         self._visitors, self._lent, self._rows, self._found = {}, {}, {}, {}
+        return self.take_errors()
+
+    def take_errors(self) -> list[str]:
+        """Lines for the file of failed reward calls, those since the last time."""
         return self._reward.take_errors() if self._reward else []
 
     # -- rows -----------------------------------------------------------------------------------------------------------------------

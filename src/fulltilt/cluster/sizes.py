@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.cluster.checks import UNDIVIDED, TextFacts, unshared
+from fulltilt.cluster.checks import TextFacts
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.attention import LayerShape
@@ -46,10 +46,12 @@ from fulltilt.plan import (
     loading_order,
     longest_response,
     uses_graphs,
+    why_undivided,
+    why_unshared,
 )
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model, value_of
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model
 from fulltilt.shape import LayerDivision, UnknownParameters
 
 UNKNOWN = "how many parameters the model has is not known before it is loaded"
@@ -74,16 +76,14 @@ def find_division(
     """Among how many workers models are divided, found before they are loaded and on all workers alike. `roles`: those that have a model
     here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, longest, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
-    only = next((f"{key} is set" for key in UNDIVIDED if value_of(config, key) is True), None)
-    if sampled and config.rollout.engine != "native":
-        only = f'rollout.engine = "{config.rollout.engine}" samples from a whole model'
+    only = why_undivided(config, sampled=sampled)
     if device.type == "cuda" and ranks.size > 1:
         try:
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type, learns=learns)))
         except UnknownParameters:
             only = UNKNOWN
-    found = next((f"{key} is set" for key in unshared(config)), None)
-    return choose_division(config, facts, within=ranks.within, beside=beside_of(ranks), only=only, unshared=found)
+    beside = beside_of(ranks)
+    return choose_division(config, facts, within=ranks.within, beside=beside, only=only, unshared=why_unshared(config))
 
 
 def beside_of(ranks: Ranks) -> int:
@@ -100,7 +100,7 @@ def find_sharding(
     if not roles:
         return Sharding("optimizer", size, size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
-    only = next((f"{key} is set" for key in unshared(config)), None)
+    only = why_unshared(config)
     if device.type == "cuda" and ranks.size > 1:
         try:
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
@@ -241,7 +241,8 @@ def sizing(config: Config, role: str, budget: int) -> MicroSizing:
     return MicroSizing(budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
-def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:
+def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int, *, copied: bool = False) -> EngineLimits:
+    """`copied`: whether the engine reads a copy of the actor, or nothing learns."""
     return EngineLimits(
         blocks=budgets.kv_blocks,
         block_tokens=config.rollout.block_tokens,
@@ -249,7 +250,7 @@ def limits(config: Config, budgets: Budgets, device: torch.device, longest_promp
         max_batched_tokens=budgets.max_batched_tokens,
         chunked_prefill=config.rollout.chunked_prefill,
         prefix_sharing=config.rollout.prefix_sharing,
-        cuda_graphs=uses_graphs(config, device.type),
+        cuda_graphs=uses_graphs(config, device.type, copied=copied),
         graphs_required=config.rollout.cuda_graphs is True,
         longest=longest_prompt + longest_response(config),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fulltilt.words import joined
 
-MOST_FRAMES = 6  # of a stack that are shown
+MOST_FRAMES = 6  # frames of a stack that are shown
 COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 PACKAGE = f"{os.sep}fulltilt{os.sep}"
 # Where this package calls collectives. With NCCL the call itself returns at once, and what reads its result waits.

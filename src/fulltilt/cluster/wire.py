@@ -72,7 +72,7 @@ class Failure:
     """Worker to driver: the exception that ended a call."""
 
     call: int | None  # None: a message could not be read
-    text: str  # of a UserError its whole message, else type, first line and place
+    text: str  # a UserError's whole message; for others type, first line and place
     traceback: str
     is_user_error: bool
     of_collective: bool  # raised by torch.distributed, perhaps only because another worker failed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,8 @@ from fulltilt.cluster.hosts import Inbox
 from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
+from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
@@ -38,12 +40,12 @@ from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine, FreeSeats, Listener
+from fulltilt.rollout.engine import Engine, FreeSeats, Listener, RolloutLimits
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests, system_error_number, write_trainer
-from fulltilt.training.optim import Optimizer
+from fulltilt.training.optim import Optimizer, StepAbandoned
 from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
@@ -52,6 +54,8 @@ Metrics = dict[str, float]
 Kept = TypeVar("Kept")
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
+PASSES_BETWEEN_LOOKS = 4  # after so many passes members that sample together tell one another what they were told
+LOOK_S = 0.02  # how long a member that has nothing to sample waits for a message before it asks the others
 ROLLOUT_ROLES = {False: ("actor",), True: ()}  # whose parameters an engine reads, without a twin of the actor and with it
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
@@ -60,6 +64,7 @@ CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor na
 class Annotated:
     numbers: list[np.ndarray]  # for each micro-batch, one number per trained token
     pad_tokens: int  # computed beside the rows' own tokens
+    failure: str | None = None  # what was reported when memory ran out, in which case the other fields mean nothing
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,18 @@ class UpdateSums:
     micro_batches: int
     pad_tokens: int
     seconds: float  # in forward and backward passes, where parameters are shared out with the gathers inside them
+    failure: str | None = None  # what was reported when memory ran out: no worker made the step after these; empty: it was another one
+
+    def __add__(self, later: UpdateSums) -> UpdateSums:
+        counts = (self.micro_batches + later.micro_batches, self.pad_tokens + later.pad_tokens, self.seconds + later.seconds)
+        return UpdateSums([*self.steps, *later.steps], *counts, later.failure)
 
 
 @dataclass(frozen=True)
 class SyncReport:
     seconds: float
     moved_bytes: int  # copied by the engine, or gathered from other workers
-    checksum: str | None  # of some of the weights that the engine samples from; None: no other worker has the same
+    checksum: str | None  # covers some of the weights that the engine samples from; None: no other worker has the same
 
 
 @dataclass(frozen=True)
@@ -84,13 +94,64 @@ class WorkerFacts:
     """What the driver must know of a worker that has just been made."""
 
     plan: Plan
-    sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
+    sizes: Mapping[str, ModelSize]  # by role: its model's, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
     together: Mapping[str, int] = field(default_factory=dict)  # by role: workers that compute each layer together
     sampling: int = 1  # workers that sample together
     gathers: bool = False  # passes wait for other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
+    device: str = "CPU"  # its name, as the driver of a GPU has it
+    device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
+
+
+@dataclass(frozen=True)
+class StopSampling:
+    """Told to members that sample together where nobody reads their samples any more."""
+
+
+class GroupMessages:
+    """The driver's messages to members that sample together, as an inbox. They arrive at different times, and all members act on them
+    before the same pass: when each has its answer, or one of them was told to stop."""
+
+    def __init__(self, inbox: Inbox, members: Ranks) -> None:
+        self._inbox, self._members, self._passes = inbox, members, 0
+        self._answers: deque[Any] = deque()
+        self._told = self._stopped = False
+
+    def halted(self) -> bool:
+        """Whether to stop. Every member asks before each pass."""
+        self._passes += 1
+        if self._passes % PASSES_BETWEEN_LOOKS == 0:
+            self._all_have_an_answer()
+        return self._stopped
+
+    def poll(self) -> list[Any]:
+        return [self._answers.popleft()] if self._all_have_an_answer() else []
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        while not self._stopped:
+            if found := self.poll():
+                return found
+            self._take(self._inbox.wait(LOOK_S))
+        return [{}]  # nothing more comes
+
+    def send(self, item: Any) -> None:
+        self._inbox.send(item)
+
+    def _take(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            if isinstance(message, StopSampling):
+                self._told = True
+            else:
+                self._answers.append(message)
+
+    def _all_have_an_answer(self) -> bool:
+        """All members must call it at the same time."""
+        self._take(self._inbox.poll())
+        told, missing = self._members.most_of_each([self._told, not self._answers])
+        self._stopped = bool(told)
+        return not (told or missing)
 
 
 class PromptQueue:
@@ -140,10 +201,10 @@ class Residents:
 
 LESS_IN_UPDATES = (
     'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", {section}.offload_activations = true or '
-    "{section}.offload_optimizer = true"
+    "{section}.offload_optimizer = true (docs/troubleshooting.md)"
 )
 LESS_IN_PASSES = "Lower {role}.forward_token_budget (a longer sample runs alone)"
-LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
+LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs (docs/troubleshooting.md)"
 LESS_MEMORY = {
     "update-actor": LESS_IN_UPDATES.format(section="train", role="actor"),
     "update-critic": LESS_IN_UPDATES.format(section="critic", role="critic"),
@@ -169,10 +230,14 @@ def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
-        what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
-        raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
+        raise out_of_memory(phase, where, first_line(error)) from error.with_traceback(None)
+
+
+def out_of_memory(phase: str | None, where: str, what: str) -> UserError:
+    """An error that names the settings that would help. `what`: what was reported when memory ran out."""
+    remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
+    return UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}")
 
 
 @contextlib.contextmanager
@@ -192,6 +257,10 @@ def nothing() -> None:
     """Where nothing has to be done."""
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else "CPU"
+
+
 @dataclass(eq=False)
 class Worker:
     """One device with its roles, optimizers, engine and memory account."""
@@ -206,15 +275,17 @@ class Worker:
     account: Account
     export: Callable[[Path], None]  # writes the actor for others to load
     export_bytes: int  # about how many bytes `export` writes
-    sizes: Mapping[str, ModelSize]  # of each role's model
+    sizes: Mapping[str, ModelSize]  # by role: its model's
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
     twin: Twin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
     sampling: Ranks = ALONE  # the members that sample together
+    host_group: Ranks = ALONE  # the same members, for collectives in main memory
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
+    utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not say how busy it is
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
-    version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
+    version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
@@ -223,8 +294,9 @@ class Worker:
     def facts(self) -> WorkerFacts:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
-            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None
-        )
+            self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
+            device_name(self.account.device), self.account.device_bytes // self.ranks.sharing,
+        )  # fmt: skip
 
     @property
     def _waits(self) -> bool:
@@ -236,8 +308,7 @@ class Worker:
         """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
         bit, no clock may decide who samples what."""
         repeats = self.config.run.deterministic or self.account.device.type == "cpu"
-        # Members who sample together must get the same prompts at the same time.
-        return self.engine is not None and self.engine.can_be_fed and not repeats and self.sampling.size == 1
+        return self.engine is not None and self.engine.can_be_fed and not repeats
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
@@ -271,11 +342,12 @@ class Worker:
         version: int,
         longest_queued: int = 0,
         inbox: Inbox | None = None,
-    ) -> Generator[AnyGroup | FreeSeats | None, None, None]:
+    ) -> Generator[AnyGroup | FreeSeats | None, None, RolloutLimits | None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
         this worker holds its samples; None in its place from a member whose group another one tells. The KV cache is given back also where
         the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest prompt that the
-        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
+        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more. Returns how much
+        the engine has in memory at once from now on."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -284,12 +356,14 @@ class Worker:
         self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         if inbox and self._progress_s is not None:
             self.engine.recorder.tell(inbox.send, self._progress_s)
+        messages = GroupMessages(inbox, self.host_group) if inbox and self.sampling.size > 1 else None
+        self.engine.halted = messages.halted if messages else None
         places, given = list(prompts), list(prompts.values())
         try:
             items: Iterable[Group | FreeSeats]
             if longest_queued:
                 assert inbox
-                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(inbox, places, longest_queued))
+                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(messages or inbox, places, longest_queued))
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
@@ -301,12 +375,18 @@ class Worker:
                 else:
                     yield item
             self.account.look()  # while the KV cache still exists
+            return self.engine.take_limits()
         finally:
             if releases_memory(self.config):
                 self.engine.release()
                 if self.shards and self.account.device.type == "cuda":
                     # Gathers and reductions run in streams of their own, to which torch lends no memory that another stream has freed.
                     torch.cuda.empty_cache()
+
+    def limit_rollout(self, limits: RolloutLimits) -> None:
+        """Have the engine keep no more in memory at once than this."""
+        if self.engine:
+            self.engine.limit(limits)
 
     def rollout_stats(self) -> EngineStats:
         """The engine's statistics of the last `generate`."""
@@ -375,13 +455,19 @@ class Worker:
         self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool, field: str = ""
     ) -> Generator[Done, None, Annotated]:
         """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
-        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds."""
+        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds. Where memory
+        runs out, no number is kept."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
-        found = []
-        for numbers in self._passes(role, micro_batches, field):
-            found.append(numbers)
-            yield len(found), len(micro_batches)
+        found: list[np.ndarray] = []
+        trial = MemoryTrial(lambda: not self._meets_others(self.roles[role]))
+        with trial:
+            for numbers in self._passes(role, micro_batches, field):
+                found.append(numbers)
+                yield len(found), len(micro_batches)
+        if trial.failure is not None:
+            free_unused(self.account.device)
+            return Annotated([], 0, trial.failure)
         pads = sum(micro.pad_tokens for micro in micro_batches)
         if not isinstance(rows, str):
             return Annotated(found, pads)
@@ -407,6 +493,10 @@ class Worker:
 
     def _shards_of(self, role: Role) -> list[Shards]:
         return [shards for shards in self.shards if shards.model is role.model]
+
+    def _meets_others(self, role: Role) -> bool:
+        """Whether other workers take part in the role's passes: if this one gave a pass up, they would wait for it."""
+        return bool(self._shards_of(role)) or role.meets or role.sequence.size > 1 or role.tensor.size > 1
 
     def _passes_of_all(self, role: Role, own: int) -> int:
         """How many passes every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
@@ -440,35 +530,65 @@ class Worker:
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
     def update(
-        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool, done: int = 0
     ) -> Generator[Done | None, None, UpdateSums]:
-        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
-        first told before any parameter changes; None, after a micro-batch, only tells that the worker is at work."""
-        trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
+        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch, except for
+        the first `done` of them, which are made already. Progress is first told before any parameter changes; None, after a micro-batch,
+        only tells that the worker is at work. Where memory runs out, the steps before are kept, and gradients and random generators are as
+        before the mini-batch."""
+        trainer, epochs, device = self.trainers[role], self.config.algorithm.epochs, self.account.device
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
-        trainer.optimizer.begin(updates_before)
+        trainer.optimizer.begin(updates_before + done)
         given = self._given(rows)
-        batches = [pack_plan(given, part, packing=packing) for part in parts]
+        batches = [pack_plan(given, part, packing=packing) for part in parts] * epochs
         found: list[tuple[LossSums, Metrics]] = []
-        seconds = 0.0
-        for batch in batches * self.config.algorithm.epochs:
+        seconds, failure = 0.0, None
+        for batch in batches[done:]:
             passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
-            with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                begin = time.perf_counter()
+            random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer))
+            begin = time.perf_counter()
+            with trial, self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
                 sums = yield from trainer.accumulating(batch, passes)
-                seconds += time.perf_counter() - begin
-            yield len(found), total
-            found.append((sums, trainer.apply()))
-            yield len(found), total
-        micro_batches = [micro for batch in batches * self.config.algorithm.epochs for micro in batch.micro_batches]
-        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds)
+            seconds += time.perf_counter() - begin
+            if trial.failure is None:
+                yield done + len(found), len(batches)
+            else:
+                free_unused(device)
+            metrics = self._apply(trainer, trial)
+            if metrics is None:
+                trainer.optimizer.zero_grad()
+                random.restore(device)
+                free_unused(device)
+                failure = trial.failure
+                break
+            found.append((sums, metrics))
+            yield done + len(found), len(batches)
+        micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
+        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
+
+    def _repeats(self, trainer: Trainer) -> bool:
+        """Whether a mini-batch that ran out of memory can be repeated: no other worker waits inside its passes, and nothing has changed."""
+        meets = self._meets_others(trainer.role) or (trainer.marking is not None and not trainer.optimizer.alone)
+        return not meets and not trainer.optimizer.changing
+
+    def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
+        """The optimizer step; None if memory ran out, on this worker or another one."""
+        alone = trainer.optimizer.alone
+        try:
+            with trial if alone else contextlib.nullcontext():  # of several workers, the others would not know of the error
+                return trainer.apply(failed=trial.failure is not None)
+        except StepAbandoned as end:
+            trial.failure = trial.failure or str(end)
+        return None
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and what collectives have moved in a step's phases."""
+        """Memory and how busy the GPU was, measured since the last call, and what collectives have moved in a step's phases."""
         peak, moved = self.account.peak_bytes, dict(self._moved)
         self._moved.clear()
+        busy = self.utilization.take() if self.utilization else None
         return {
+            **({"perf/gpu_utilization": busy} if busy is not None else {}),
             **({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}),
             **self.account.metrics(),
             **{f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in moved.items()},
@@ -531,6 +651,8 @@ class Worker:
         return {f"{prefix}{name}": kept for prefix, all_kept in own.items() for name, kept in all_kept.items()}
 
     def close(self) -> None:
+        if self.utilization:
+            self.utilization.close()
         if self.shelf:
             self.shelf.close()
         if self.engine:

@@ -149,13 +149,17 @@ def responses(ask: Ask) -> Outcome:
     """ChatLearn's limit is one for prompt and response together."""
     longest = whole(ask.value)
     response = ask.read(f"{POLICY}.max_new_tokens", f"{POLICY}.max_response_tokens_length")
-    tokens = min(whole(response), longest) if response is not None else longest
+    tokens = longest if response is None else min(whole(response), longest) if ask.given else whole(response)
     how = f"ChatLearn's limit of {longest} is for prompt and response together; here each has its own"
-    return sets({"rollout.max_new_tokens": tokens, "data.max_prompt_tokens": longest}, how)
+    prompt = ask.read(f"{POLICY}.max_prompt_tokens_length")
+    return sets({"rollout.max_new_tokens": tokens, "data.max_prompt_tokens": longest if prompt is None else whole(prompt)}, how)
 
 
 def response(ask: Ask) -> Outcome:
-    return sets({"rollout.max_new_tokens": min(whole(ask.value), whole(ask.read(f"{POLICY}.seq_length")))})
+    longest = whole(ask.value)
+    if ask.has(f"{POLICY}.seq_length"):
+        longest = min(longest, whole(ask.read(f"{POLICY}.seq_length")))
+    return sets({"rollout.max_new_tokens": longest})
 
 
 def objective(ask: Ask) -> Outcome:
@@ -279,6 +283,9 @@ CHATLEARN = Table(
         Row(f"{REF}.{{load,pretrain_or_model}}", reference),
         Row(f"{POLICY}.seq_length", responses, default=2048),
         Row(f"{POLICY}.{{max_new_tokens,max_response_tokens_length}}", response),
+        Row(f"{POLICY}.max_prompt_tokens_length", to("data.max_prompt_tokens")),
+        Row(f"{RUN}.model_type", only("llm", None, nothing="a language model, as here", refused="pictures are not built in this version")),
+        Row(f"{TRAINED}.{{model_provider_module,trust_remote_code}}", nothing("models are those of transformers")),
         Row(f"{TRAINED}.seq_length", same_as(f"{POLICY}.seq_length", what="one limit of tokens")),
         Row(f"{POLICY}.temperature", number("rollout.temperature"), default=1.0),
         Row(f"{POLICY}.top_p", number("rollout.top_p"), default=1.0),
@@ -310,7 +317,7 @@ CHATLEARN = Table(
             nothing("an engine has neither gradients nor optimizer"),
         ),
         Row(
-            f"{POLICY}.{{vllm_prompt_key,vllm_input_ids_key,max_seq_len_to_capture,enable_stage_resume,tokenizer,is_sync_mode,max_prompt_tokens_length}}",
+            f"{POLICY}.{{vllm_prompt_key,vllm_input_ids_key,max_seq_len_to_capture,enable_stage_resume,tokenizer,is_sync_mode}}",
             nothing("an argument of an engine that the native one takes the place of"),
         ),
         Row(f"{TRAINER}.num_gpu", gpus),

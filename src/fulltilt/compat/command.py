@@ -22,11 +22,11 @@ from fulltilt.compat.verl_rules import ACTOR, MANAGERS
 from fulltilt.compat.verl_sft import NEWER, SFT
 from fulltilt.config import nearest
 from fulltilt.records import UserError
-from fulltilt.schema import keys, toml_value
+from fulltilt.schema import Config, keys, sections, toml_value
 from fulltilt.words import either, many, printable, shortened
 
 LINE = 116
-OURS = ("--dry-run", "--write", "--retune", "--gpu-memory", "--set", "--json", "--quiet")
+OURS = ("--dry-run", "--write", "--retune", "--hardware", "--gpu-memory", "--keep-engine", "--set", "--json", "--quiet")
 MEGATRON: Mapping[str, Any] = {f"{ACTOR}.strategy": "megatron"}
 DAPO: Mapping[str, Any] = {MANAGERS[0]: "dapo"}
 
@@ -42,6 +42,7 @@ class Program:
 PROGRAMS: Mapping[str, Program] = {
     "verl.trainer.main_ppo": Program(PPO, {}),
     "verl.trainer.main_ppo_sync": Program(PPO, {}),
+    "verl.trainer.main_ppo_v0": Program(PPO, {}),
     "recipe.dapo.main_dapo": Program(PPO, DAPO),
     "recipe.dapo.src.main_dapo": Program(PPO, DAPO),
     "verl.trainer.fsdp_sft_trainer": Program(SFT, {}),
@@ -185,6 +186,11 @@ def from_chatlearn(
     path: Path, arguments: Sequence[str], seen: Surroundings, *, retune: bool = False, environment: Mapping[str, str] | None = None
 ) -> Translation:
     """The run that a configuration of ChatLearn's asks for."""
+    if path.suffix == ".sh":
+        remedy = (
+            "Give the configuration that it names behind --config-file, and its overrides: fulltilt chatlearn grpo_fsdp.yaml KEY=VALUE ..."
+        )
+        raise UserError(f"{path}: scripts of ChatLearn's are not read. {remedy}")
     given = {**hydra.read_yaml(path), **hydra.overrides(list(arguments))}
     values = hydra.resolved(given, CHATLEARN.defaults.get, environment)
     return translate(CHATLEARN, values, "chatlearn", seen, retune=retune)
@@ -202,7 +208,15 @@ def overridden(translation: Translation, overrides: Sequence[str]) -> Translatio
             near = nearest(key, keys())
             raise UserError(f"--set {override}: not KEY=VALUE with a key of a run file" + (f"; the nearest is {near}" if near else ""))
         values[key] = Value(hydra.parsed(text), ("--set",), "", given=True)
-    return replace(translation, values={key: values[key] for key in keys() if key in values})
+    pending = {key: why for key, why in translation.pending.items() if key not in values}
+    return replace(translation, values={key: values[key] for key in keys() if key in values}, pending=pending)
+
+
+def config_of(translation: Translation) -> Config:
+    """The run as a configuration, for its plan. What is missing has a value that no plan depends on."""
+    tables = translation.tables
+    model, data = {"path": ".", **tables.get("model", {})}, {"train": ".", **tables.get("data", {})}
+    return Config.model_validate({**{name: {} for name in sections()}, **tables, "model": model, "data": data})
 
 
 # ---- for people and machines -------------------------------------------------------------------------------------------------------
@@ -263,6 +277,8 @@ def run_file(translation: Translation) -> str:
     """The run as TOML, each key with where it comes from."""
     lines = [f"# A run of {translation.system}'s, translated. Check this file, then train: fulltilt train FILE --check"]
     lines += [f"# REFUSED, and not part of this file: {_comment(answer.assignment)}" for answer in translation.of_kind("refused")]
+    told = [f"TO BE SET: {key}: {_comment(why)}" for key, why in translation.pending.items()]
+    lines += [line for each in told for line in textwrap.wrap(each, LINE, initial_indent="# ", subsequent_indent="# ")]
     section = ""
     for key, value in translation.values.items():
         table, _, name = key.partition(".")

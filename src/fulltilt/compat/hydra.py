@@ -157,6 +157,8 @@ def plain(value: Any) -> Any:
     """A YAML value in Hydra's types: 2e-6, which YAML takes for text, is a number."""
     if isinstance(value, list):
         return [plain(each) for each in value]
+    if value == {}:
+        return value
     if isinstance(value, str) and _FLOAT.fullmatch(value.strip()) and re.search(r"\d", value):
         return scalar(value)
     return value if isinstance(value, bool | int | float | str | None) else str(value)
@@ -164,7 +166,7 @@ def plain(value: Any) -> Any:
 
 # ---- interpolation -----------------------------------------------------------------------------------------------------------------
 
-_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_INNERMOST = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")  # {} may be a default
 
 
 def resolved(given: Mapping[str, Any], default: Callable[[str], Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:

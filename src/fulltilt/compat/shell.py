@@ -1,9 +1,9 @@
 """The command of a shell script, read and never executed.
 
 Enters: the text of a script, its arguments and environment variables. Leaves: `Launch`: the words before and after `-m MODULE` of the one
-command that starts a verl trainer. Guaranteed: no process is started; assignments, defaults (`${X:-y}`), arithmetic, arrays, `if`, `case`,
-`&&` and `||` over values that are known are followed; a value that is not known (`$(...)`, a variable that is not set) is refused, with its
-line, where the command or a condition needs it; loops and functions are refused, with their line.
+command that starts a verl trainer. Guaranteed: no process is started; assignments, defaults (`${X:-y}`), arithmetic, arrays, functions,
+`if`, `case`, `&&` and `||` over values that are known are followed; a value that is not known (`$(...)`, a variable that is not set, one
+that a loop or an undecided condition sets) is refused, with its line, where the command needs it; so is a loop that starts a trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulltilt.records import UserError
@@ -23,6 +23,9 @@ from fulltilt.words import shortened
 TRAINER = re.compile(r"(?:verl|recipe)(?:\.\w+)+")
 TRAINER_FILE = re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py")
 NAME = r"[A-Za-z_]\w*"
+OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
+LOOPS = ("for", "while", "until", "select")
+MOST_CALLS = 30  # functions that call one another
 MAYBE = -1  # the status of a command that would have to be run
 
 
@@ -41,6 +44,12 @@ class Unknown:
 
     line: int
     why: str
+    key: str = ""  # of verl's, whose value it is
+
+    @property
+    def told(self) -> str:
+        remedy = f". Or give {self.key}=VALUE behind the script" if self.key else ""
+        return f"line {self.line}: {self.why}{remedy}"
 
 
 class NotKnown(Exception):
@@ -48,22 +57,17 @@ class NotKnown(Exception):
         self.unknown = unknown
 
 
+class Ended(Exception):
+    """`exit` or `return`."""
+
+    def __init__(self, line: int, word: str) -> None:
+        self.line, self.word = line, word
+
+
 @dataclass(frozen=True)
 class Word:
     text: str  # as it is written, quotes and all
     line: int
-
-
-@dataclass
-class Command:
-    """Words, and how it hangs together with the one before: "", "&&", "||" or "|"."""
-
-    words: list[Word]
-    joined: str = ""
-
-    @property
-    def line(self) -> int:
-        return self.words[0].line
 
 
 # ---- reading words -----------------------------------------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ def bracket_end(text: str, place: int, line: int) -> int:
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+|-)?")
 _ARITHMETIC: Mapping[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
-    ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Pow: lambda base, power: base ** min(power, 64),
 }  # fmt: skip
 _COMPARE: Mapping[str, Any] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
@@ -196,9 +200,13 @@ _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 class Script:
     """A script as far as it was followed."""
 
-    arguments: list[str]
+    arguments: list[Any]  # texts, or Unknown
     environment: Mapping[str, str]
-    variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts, or Unknown
+    variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts and Unknown, or Unknown
+    functions: dict[str, list[Word]] = field(default_factory=dict)
+    calls: int = 0  # functions that are being followed
+    added: frozenset[str] = frozenset()  # keys of the arguments behind the script
+    notes: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)  # environment variables that were read
     passed_on: bool = False  # whether the script hands its arguments on
@@ -216,20 +224,23 @@ class Script:
             elif word.text in ("&&", "||", "|"):
                 place, joined = place + 1, word.text
             else:
-                skip = (joined == "&&" and status != 0) or (joined == "||" and status == 0)
+                doubtful = status == MAYBE and joined in ("&&", "||")
+                skip = doubtful or (joined == "&&" and status != 0) or (joined == "||" and status == 0)
                 before = place
                 place, result = self._one(words, place, skip=skip or joined == "|")
-                if status == MAYBE and joined in ("&&", "||"):
+                if doubtful:
                     self._doubt(words[before:place])
                 status = status if skip else result
 
     def _one(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
         """Follow the command at a place. The place behind it, and its status."""
         word = words[place]
-        if word.text in ("for", "while", "until", "select"):
-            raise wrong(word.line, f"a `{word.text}` loop is not followed. Give the arguments of the run themselves")
-        if word.text == "function" or (len(words) > place + 2 and words[place + 1].text == "(" and words[place + 2].text == ")"):
-            raise wrong(word.line, "a function is not followed. Give the arguments of the run themselves")
+        if word.text in LOOPS:
+            return self._loop(words, place, skip=skip)
+        if body := function_body(words, place):
+            name, begin, end = body
+            self.functions[name] = words[begin:end]
+            return end + 1, 0
         if word.text == "if":
             return self._if(words, place, skip=skip)
         if word.text == "case":
@@ -246,14 +257,39 @@ class Script:
             raise wrong(word.line, f"{word.text} is not expected here")
         return end, 0 if skip else self._simple(words[place:end])
 
-    def _doubt(self, words: list[Word]) -> None:
+    def _doubt(self, words: list[Word], reason: Unknown | None = None, seen: frozenset[str] = frozenset()) -> None:
         """Commands that may be run or not: what they assign is not known, and they must start no trainer."""
-        line = words[0].line
-        for word in words:
+        line = words[0].line if words else 0
+        for place, word in enumerate(words):
             if assigned := _ASSIGNMENT.fullmatch(word.text):
-                self.variables[assigned[1]] = Unknown(word.line, f"whether ${assigned[1]} is set here depends on what is not known")
-            if TRAINER.fullmatch(word.text):
-                raise wrong(line, "whether this command is run depends on what is not known. Give the arguments of the run themselves")
+                why = f"whether ${assigned[1]} is set here depends on what is not known"
+                self.variables[assigned[1]] = reason or Unknown(word.line, why)
+            if TRAINER.fullmatch(word.text) and place and words[place - 1].text == "-m":
+                told = "whether this command is run depends on what is not known. Give the arguments of the run themselves"
+                raise wrong(reason.line, reason.why) if reason else wrong(line, told)
+            if word.text == "shift" and begins_command(words, place):
+                self.arguments = [reason or Unknown(word.line, "the arguments that `shift` leaves here are not known")]
+            if word.text in self.functions and word.text not in seen and begins_command(words, place):
+                self._doubt(self.functions[word.text], reason, seen | {word.text})
+
+    def _loop(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
+        """A loop: left out where its condition does not hold at once, and else only allowed to set what the command does not need."""
+        end, word = loop_end(words, place), words[place]
+        body = next((at for at in range(place, end) if words[at].text == "do" and begins_command(words, at)), place)
+        if skip or (word.text in ("while", "until") and self._decide(words[place + 1 : body], word.line)[0] is (word.text == "until")):
+            return end + 1, 0
+        why = f"a `{word.text}` loop is not followed. Give the arguments of the run themselves"
+        self._doubt(words[place:end], Unknown(word.line, why))
+        if word.text in ("for", "select") and place + 1 < end:
+            self.variables[words[place + 1].text] = Unknown(word.line, why)
+        return end + 1, 0
+
+    def _decide(self, condition: list[Word], line: int) -> tuple[bool | None, Unknown | None]:
+        """Whether a condition holds. None: it would have to be run, or needs a value that is not known."""
+        try:
+            return self._holds(condition, line), None
+        except NotKnown as error:
+            return None, error.unknown
 
     def _if(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
         end, line = matching(words, place, "if", "fi"), words[place].line
@@ -263,9 +299,9 @@ class Script:
             if mark == "elif":
                 condition = inside
                 continue
-            holds = True if mark == "else" else self._holds(condition, line)
+            holds, reason = (True, None) if mark == "else" else self._decide(condition, line)
             if holds is None:
-                self._doubt([word for _, part in parts[1:] for word in part] or words[place:end])
+                self._doubt([word for _, part in parts[1:] for word in part] or words[place:end], reason)
             if holds is not False:
                 if holds:
                     self.follow(inside)
@@ -274,15 +310,19 @@ class Script:
 
     def _case(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
         end, line = matching(words, place, "case", "esac"), words[place].line
-        value = "" if skip else self._known(words[place + 1], line)
         inside = words[place + 3 : end]
+        try:
+            value = "" if skip else self._known(words[place + 1], line)
+        except NotKnown as error:
+            self._doubt(inside, error.unknown)
+            return end + 1, 0
         while inside and not skip:
             inside = [word for word in inside[:1] if word.text not in ("\n", "(")] + inside[1:]
             close = next((number for number, word in enumerate(inside) if word.text == ")"), None)
             if close is None:
                 break
             body_end = branch_end(inside, close + 1)
-            patterns = [self._known(word, line) for word in inside[:close] if word.text not in ("|", "\n")]
+            patterns = [self._known(word, line, default="") for word in inside[:close] if word.text not in ("|", "\n")]
             if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
                 self.follow(inside[close + 1 : body_end])
                 break
@@ -338,7 +378,8 @@ class Script:
         except NotKnown as error:
             if default is not None and error.unknown.why.endswith("is not set"):
                 return default
-            raise wrong(error.unknown.line, f"{error.unknown.why}, and the condition in line {line} needs it") from None
+            why = f"{error.unknown.why}, and the condition in line {line} needs it"
+            raise NotKnown(replace(error.unknown, why=why)) from None
 
     def _simple(self, words: list[Word]) -> int:
         words = without_redirections(words)
@@ -359,34 +400,88 @@ class Script:
         elif first == "shift":
             self.arguments = self.arguments[int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1 :]
         elif first in ("exit", "return"):
-            raise wrong(line, f"the script ends here, by `{first}`, before it starts a trainer")
+            raise Ended(line, first)
         elif first in ("[", "[[", "test"):
-            return {True: 0, False: 1, None: MAYBE}[self._test(words, line)]
+            return {True: 0, False: 1, None: MAYBE}[self._decide(words, line)[0]]
+        elif first in self.functions:
+            self._call(first, words)
+        elif self.launches and OVERRIDE.match(first) and "." in first.partition("=")[0]:
+            why = "not part of the command, which a comment, an empty line or a missing backslash ends: verl does not get it either"
+            self.notes.append(f"line {line}: {shortened(first, 80)} is {why}")
         elif first not in ("echo", "set", "printf", "cd", "mkdir", "source", ".", "true", ":"):
             self._launch(words)
         return 0
 
-    def _launch(self, words: list[Word]) -> None:
-        """Keep the command if it starts a trainer of verl's."""
+    def _pieces(self, words: Sequence[Word]) -> list[Any]:
+        """What words become; one that is not known stays, with the key of verl's that it would give a value."""
         pieces: list[Any] = []
         for word in words:
             try:
                 pieces += self.expand(word.text, word.line, split=True)
             except NotKnown as error:
-                pieces.append(error.unknown)
+                named = OVERRIDE.match(word.text.lstrip("\"'"))
+                pieces.append(replace(error.unknown, key=named[1]) if named else error.unknown)
+        return pieces
+
+    def _call(self, name: str, words: Sequence[Word]) -> None:
+        """Follow a function that the script defines."""
+        if self.calls >= MOST_CALLS:
+            raise wrong(words[0].line, f"the function {name} calls itself, and is not followed. Give the arguments of the run themselves")
+        before, self.arguments = self.arguments, self._pieces(words[1:])
+        self.calls += 1
+        try:
+            self.follow(self.functions[name])
+        except Ended as ended:
+            if ended.word != "return":
+                raise
+        finally:
+            self.arguments, self.calls = before, self.calls - 1
+
+    def _launch(self, words: list[Word]) -> None:
+        """Keep the command if it starts a trainer of verl's."""
+        pieces = self._pieces(words)
+        if text := text_of_command(pieces):
+            self._inside(text, words[0].line)
+            return
         for place, piece in enumerate(pieces):
             module = (
                 place + 1 < len(pieces) and piece == "-m" and isinstance(pieces[place + 1], str) and TRAINER.fullmatch(pieces[place + 1])
             )
             if not module and not (isinstance(piece, str) and TRAINER_FILE.fullmatch(piece)):
                 continue
-            rest = pieces[place + (2 if module else 1) :]
-            if unknown := [each for each in (*pieces[:place], *rest) if isinstance(each, Unknown)]:
-                raise UserError("\n".join(f"line {each.line}: {each.why}" for each in dict.fromkeys(unknown)))
             program = pieces[place + 1] if module else piece
-            before = [each for each in pieces[:place] if not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
+            before = [each for each in pieces[:place] if isinstance(each, Unknown) or not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
+            if "sft" not in program and any(isinstance(each, Unknown) for each in before):  # Ray starts its workers, whoever starts Ray
+                self.notes.append(f"line {words[0].line}: what stands before python is not known, and not needed")
+                before = [each for each in before if isinstance(each, str)]
+            rest = self._without_overridden(pieces[place + (2 if module else 1) :])
+            if unknown := [each for each in (*before, *rest) if isinstance(each, Unknown)]:
+                raise UserError("\n".join(each.told for each in dict.fromkeys(unknown)))
             self.launches.append(Launch(program, tuple(before), tuple(rest), words[0].line))
             return
+
+    def _inside(self, text: str, line: int) -> None:
+        """Follow the text of `eval` or `bash -c`."""
+        if self.calls >= MOST_CALLS:
+            raise wrong(line, "commands within commands are not followed this deep. Give the arguments of the run themselves")
+        self.calls += 1
+        try:
+            self.follow([Word(word.text, line + word.line - 1) for word in tokens(text)])
+        finally:
+            self.calls -= 1
+
+    def _without_overridden(self, pieces: list[Any]) -> list[Any]:
+        """Arguments without unknown values of keys that are given again behind them."""
+        kept: list[Any] = []
+        later = set() if self.passed_on else set(self.added)
+        for piece in reversed(pieces):
+            if isinstance(piece, Unknown) and piece.key in later:
+                self.notes.append(f"line {piece.line}: {piece.key} is not known there; the value given behind it counts")
+                continue
+            kept.append(piece)
+            if isinstance(piece, str) and (named := OVERRIDE.match(piece)):
+                later.add(named[1])
+        return kept[::-1]
 
     def _assign(self, assigned: re.Match[str], line: int) -> None:
         name, add, text = assigned[1], assigned[2] == "+", assigned[3]
@@ -394,8 +489,7 @@ class Script:
             if text.startswith("("):
                 inside = list(tokens(text[1:-1]))
                 value: Any = []
-                for word in inside:
-                    value += [] if word.text == "\n" else self.expand(word.text, line + word.line - 1, split=True)
+                value += self._pieces([Word(word.text, line + word.line - 1) for word in inside if word.text != "\n"])
             else:
                 value = "".join(self.expand(text, line, split=False))
         except NotKnown as error:
@@ -409,8 +503,8 @@ class Script:
 
     def expand(self, text: str, line: int, *, split: bool) -> list[str]:
         """The words that a written word becomes. `split`: what an unquoted expansion gives is divided at spaces."""
-        if text == '"$@"' or (text in ("$@", "$*") and split):
-            self.passed_on = True
+        if text in ('"$@"', '"${@}"') or (text in ("$@", "$*", "${@}", "${*}") and split):
+            self.passed_on = self.passed_on or self.calls == 0
             return list(self.arguments)
         if array := re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\]\}}"?', text):
             return self._array(array[1], line)
@@ -461,6 +555,12 @@ class Script:
             raise NotKnown(Unknown(line, f"${name} is not set"))
         return list(value) if isinstance(value, list) else [value]
 
+    def _joined(self, values: Sequence[Any]) -> str:
+        for value in values:
+            if isinstance(value, Unknown):
+                raise NotKnown(value)
+        return " ".join(values)
+
     def _variable(self, text: str, place: int, line: int) -> tuple[str, int]:
         """The value of an expansion, and the place behind it."""
         if text[place] == "`":
@@ -480,7 +580,15 @@ class Script:
 
     def _parameter(self, inside: str, line: int) -> str:
         if array := re.fullmatch(rf"({NAME})\[[@*]\]", inside):
-            return " ".join(self._array(array[1], line))
+            return self._joined(self._array(array[1], line))
+        if counted := re.fullmatch(rf"#({NAME})(\[[@*]\])?", inside):
+            return str(len(self._array(counted[1], line) if counted[2] else self._read(counted[1], line)))
+        if element := re.fullmatch(rf"({NAME})\[(\d+)\]", inside):
+            values = self._array(element[1], line)
+            if int(element[2]) < len(values):
+                return self._joined(values[int(element[2]) :][:1])
+        if changed := re.fullmatch(rf"({NAME}|[0-9])(##?|%%?|//?|,,?|\^\^?)(.*)", inside, re.DOTALL):
+            return self._changed(self._read(changed[1], line), changed[2], changed[3], line)
         match = re.fullmatch(rf"({NAME}|[0-9@*#])(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
         if match is None:
             raise NotKnown(Unknown(line, f"${{{shortened(inside, 60)}}} is not read. Write its result"))
@@ -492,11 +600,35 @@ class Script:
         if isinstance(value, Unknown) and not (value.why.endswith("is not set") and how[-1:] in ("-", "=")):
             raise NotKnown(value)
         if how[-1:] in ("-", "=") and (empty or isinstance(value, Unknown)):
-            found = self._quoted_or_bare(other, line)
+            try:
+                found = self._quoted_or_bare(other, line)
+            except NotKnown as error:
+                if name.isdigit() or name in self.variables:
+                    raise
+                why = f"{error.unknown.why.removesuffix('.')}, or set {name} in the environment"
+                raise NotKnown(replace(error.unknown, why=why)) from None
             if how.endswith("="):
                 self.variables[name] = found
             return found
         return self._read(name, line)
+
+    def _changed(self, value: str, how: str, rest: str, line: int) -> str:
+        """`${X##*/}` and its like: a value less what a pattern matches, with a pattern replaced, or in other letters."""
+        if how[0] in ",^":
+            change = str.lower if how[0] == "," else str.upper
+            return change(value) if len(how) == 2 else change(value[:1]) + value[1:]
+        if how[0] == "/":
+            pattern, _, new = rest.partition("/")
+            shape = fnmatch.translate(self._quoted_or_bare(pattern, line)).removesuffix(r"\Z").removesuffix(r"\z")
+            text = self._quoted_or_bare(new, line)
+            return re.sub(shape, lambda _: text, value, count=0 if len(how) == 2 else 1)
+        pattern = self._quoted_or_bare(rest, line)
+        cuts = range(len(value) + 1)  # from the beginning, or what stays of it
+        if how[0] == "#":
+            fits = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]
+            return value[(max(fits) if len(how) == 2 else min(fits)) :] if fits else value
+        fits = [cut for cut in cuts if fnmatch.fnmatchcase(value[cut:], pattern)]
+        return value[: (min(fits) if len(how) == 2 else max(fits))] if fits else value
 
     def _quoted_or_bare(self, text: str, line: int) -> str:
         return "".join(self.expand(text, line, split=False))
@@ -506,10 +638,10 @@ class Script:
             number = int(name)
             return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
         if name in ("@", "*"):
-            self.passed_on = True
-            return " ".join(self.arguments)
+            self.passed_on = self.passed_on or self.calls == 0
+            return self._joined(self.arguments)
         if name == "#":
-            return str(len(self.arguments))
+            return next((each for each in self.arguments if isinstance(each, Unknown)), str(len(self.arguments)))
         if name in self.variables:
             return self.variables[name]
         if name in self.environment:
@@ -523,7 +655,7 @@ class Script:
             raise NotKnown(value)
         if value is None:
             raise NotKnown(Unknown(line, f"${name} is not set"))
-        return " ".join(value) if isinstance(value, list) else str(value)
+        return self._joined(value) if isinstance(value, list) else str(value)
 
     def _arithmetic(self, text: str, line: int) -> int:
         written = re.sub(rf"\$\{{({NAME})\}}|\$({NAME})", lambda match: match[1] or match[2], text).strip()
@@ -548,6 +680,50 @@ class Script:
             return value(tree)
         except (ZeroDivisionError, RecursionError):
             raise NotKnown(Unknown(line, f"$(({shortened(text, 60)})) has no value")) from None
+
+
+def text_of_command(pieces: Sequence[Any]) -> str:
+    """What `eval` or `bash -c` would run; empty: neither."""
+    if pieces and pieces[0] == "eval" and all(isinstance(each, str) for each in pieces):
+        return " ".join(pieces[1:])
+    for place, piece in enumerate(pieces[:-2]):
+        three = [piece, *pieces[place + 1 : place + 3]]
+        if all(isinstance(each, str) for each in three) and re.fullmatch(r"(?:.*/)?(?:ba|z)?sh -[a-z]*c", " ".join(three[:2])):
+            return str(three[2])
+    return ""
+
+
+def begins_command(words: Sequence[Word], place: int) -> bool:
+    before = ("\n", ";", "&", "&&", "||", "|", "then", "else", "elif", "do", "{", "(", ")", ";;", "if", "while", "until")
+    return place == 0 or words[place - 1].text in before
+
+
+def function_body(words: Sequence[Word], place: int) -> tuple[str, int, int] | None:
+    """The name of a function that is defined at a place, and where its body begins and ends."""
+    named = place + (words[place].text == "function")
+    begin = named + 1
+    brackets = [word.text for word in words[begin : begin + 2]] == ["(", ")"]
+    if named >= len(words) or not (brackets or named > place):
+        return None
+    begin += 2 * brackets
+    while begin < len(words) and words[begin].text == "\n":
+        begin += 1
+    if begin >= len(words) or words[begin].text not in ("{", "("):
+        raise wrong(words[place].line, "a function without a body in brackets is not followed. Give the arguments of the run themselves")
+    end = matching(words, begin, words[begin].text, {"{": "}", "(": ")"}[words[begin].text])
+    return words[named].text, begin + 1, end
+
+
+def loop_end(words: Sequence[Word], place: int) -> int:
+    """The place of the `done` of a loop."""
+    depth = 0
+    for number in range(place, len(words)):
+        if begins_command(words, number):
+            depth += words[number].text in LOOPS
+            depth -= words[number].text == "done"
+        if depth == 0:
+            return number
+    raise wrong(words[place].line, f"`{words[place].text}` has no `done`")
 
 
 def matching(words: Sequence[Word], place: int, begin: str, end: str) -> int:
@@ -625,15 +801,22 @@ def tested(words: list[str], line: int) -> bool:
 
 def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Launch:
     """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
-    script = Script(list(arguments), os.environ if environment is None else environment)
-    script.follow(list(tokens(text.replace("\r\n", "\n"))))
+    added = frozenset(named[1] for each in arguments if (named := OVERRIDE.match(each)))
+    script = Script(list(arguments), os.environ if environment is None else environment, added=added)
+    ended = None
+    try:
+        script.follow(list(tokens(text.replace("\r\n", "\n"))))
+    except Ended as error:
+        ended = error
+    if ended and not script.launches:
+        raise wrong(ended.line, f"the script ends here, by `{ended.word}`, before it starts a trainer")
     if not script.launches:
         raise UserError("no command in it starts a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`")
     if len(script.launches) > 1:
         lines = " and ".join(str(launch.line) for launch in script.launches)
         raise UserError(f"lines {lines} each start a trainer. Give a script with one run")
     (launch,) = script.launches
-    notes = [f"from the environment: {', '.join(script.taken)}"] if script.taken else []
+    notes = [*([f"from the environment: {', '.join(script.taken)}"] if script.taken else []), *script.notes]
     if arguments and not script.passed_on:
         notes.append("the script does not hand its arguments on ($@): here they are added at the end of its command")
         launch = Launch(launch.program, launch.launcher, (*launch.arguments, *arguments), launch.line)

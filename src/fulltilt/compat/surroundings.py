@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from fulltilt.shape import Shape
 class Surroundings:
     files: bool = True  # whether files are looked at
     gpu_bytes: int | None = None  # memory of one GPU; None: not known
+    sizes_of: Callable[[str], Mapping[str, Any] | None] | None = None  # a well-known model's sizes by its name, as config.json has them
+    keep_engine: bool = False  # whether the engine must be the one that is named
 
     @staticmethod
-    def here(gpu_gib: float | None = None) -> Surroundings:
-        return Surroundings(gpu_bytes=int(gpu_gib * 2**30) if gpu_gib else _smallest_gpu())
+    def here(gpu_bytes: int | None = None, sizes_of: Callable[[str], Mapping[str, Any] | None] | None = None) -> Surroundings:
+        return Surroundings(gpu_bytes=gpu_bytes or _smallest_gpu(), sizes_of=sizes_of)
 
     def rows(self, paths: Sequence[str]) -> int | None:
         """Rows of all data files together."""
@@ -41,9 +43,16 @@ class Surroundings:
         return _chat_template(Path(os.path.expanduser(path))) if self.files else None
 
     def weights(self, path: str, itemsize: int = 2) -> int | None:
-        """Bytes of a model's parameters."""
+        """Bytes of a model's parameters: of a folder, or of a model that is known by its name on the hub."""
+        folder = Path(os.path.expanduser(path))
         try:
-            return sum(Shape.read(os.path.expanduser(path)).parameters_by_kind().values()) * itemsize if self.files else None
+            if self.files and (folder / "config.json").is_file():
+                shape = Shape.read(folder)
+            elif self.sizes_of and (sizes := self.sizes_of(path)) is not None:
+                shape = Shape.from_config(sizes)
+            else:
+                return None
+            return sum(shape.parameters_by_kind().values()) * itemsize
         except UserError:
             return None
 

@@ -47,6 +47,7 @@ class Outcome:
     why: str = ""  # arithmetic and notes for a key that is honoured; else why not, and what to use instead
     sets: Mapping[str, Any] = field(default_factory=dict)  # our keys
     performance: bool = False  # it is a performance setting, though it sets none of our keys
+    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Answer:
     kind: Kind
     sets: Mapping[str, Any]  # our keys and their values
     why: str
+    pending: tuple[str, ...] = ()  # our keys that it sets once the data is known
 
     @property
     def assignment(self) -> str:
@@ -175,6 +177,7 @@ class Translation:
     values: Mapping[str, Value]  # by our dotted keys, in the order of the schema
     mistakes: tuple[str, ...]  # what keeps the run file from being right, beside refused keys
     notes: tuple[str, ...]
+    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -190,7 +193,8 @@ class Translation:
     @property
     def undecided(self) -> dict[str, str]:
         """Keys that somebody must set, for their values depend on data that is not here, and why."""
-        return {key: value.why for key, value in self.values.items() if key == "reward.function" and value.value == UNDECIDED}
+        unscored = {key: value.why for key, value in self.values.items() if key == "reward.function" and value.value == UNDECIDED}
+        return unscored | dict(self.pending)
 
     @property
     def problems(self) -> list[str]:
@@ -225,11 +229,10 @@ def translate(
             outcome = asked(row, Ask(key, theirs.defaults[key], theirs))
             draft.take(key, retuned(outcome) if retune else outcome, given=False)
     draft.settle()
-    answers = (
-        Answer(key, value, draft.outcomes[key].kind, draft.outcomes[key].sets, draft.outcomes[key].why) for key, value in given.items()
-    )
+    ends = {key: draft.outcomes[key] for key in given}
+    answers = (Answer(key, given[key], end.kind, end.sets, end.why, tuple(end.pending)) for key, end in ends.items())
     ordered = {key: draft.values[key] for key in keys() if key in draft.values}
-    return Translation(table.system, program, tuple(answers), ordered, tuple(draft.mistakes), tuple(notes))
+    return Translation(table.system, program, tuple(answers), ordered, tuple(draft.mistakes), tuple(notes), draft.pending)
 
 
 def asked(row: Row, ask: Ask) -> Outcome:
@@ -269,13 +272,19 @@ class Draft:
     outcomes: dict[str, Outcome]  # of the given keys
     values: dict[str, Value] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
+    pending: dict[str, str] = field(default_factory=dict)
 
     def take(self, key: str, outcome: Outcome, *, given: bool) -> None:
         """Take over what a key sets. What was given counts before defaults; of two given keys the one earlier in the table."""
         if outcome.kind == "refused" and not given:
             self.mistakes.append(f"{key} ({self.table.system}'s default): {outcome.why}")
+        for ours, why in outcome.pending.items():
+            if ours not in self.values:
+                self.pending.setdefault(ours, why)
         for ours, value in outcome.sets.items():
             before = self.values.get(ours)
+            if before is None and ours in self.pending and not given:
+                continue
             if before is None:
                 self.values[ours] = Value(value, (key,), outcome.why, given)
             elif before.value == value and given == before.given:
@@ -289,7 +298,17 @@ class Draft:
         for _ in range(len(keys())):
             if not self._drop(self._illegal()) and not self._drop(self._without_effect()) and not self._drop(self._broken()):
                 break
+        self._unneeded()
         self._missing()
+
+    def _unneeded(self) -> None:
+        """Forget values to come that would have no effect."""
+        config = self._config()
+        for ours in [key for key in self.pending if not all(holds(config, condition) for condition in conditions(key))]:
+            del self.pending[ours]
+            for key, outcome in self.outcomes.items():
+                if ours in outcome.pending:
+                    self.outcomes[key] = Outcome("means nothing", f"{ours} has no effect with the other keys as they are")
 
     def _config(self) -> Config:
         tables: dict[str, dict[str, Any]] = {name: {} for name in sections()}
@@ -348,7 +367,7 @@ class Draft:
         for key, of in (("model.path", "the model"), ("data.train", "the training data")):
             if key not in self.values:
                 self.mistakes.append(f"{key}: missing, and every run needs it: {of}")
-        self.mistakes += [text for _, text in self._rules()]
+        self.mistakes += [text for key, text in self._rules() if key not in self.pending]
 
     def _drop(self, found: Iterator[tuple[str, Outcome]]) -> bool:
         """Take keys out, and answer the keys of the user that set them accordingly. Whether there were any."""
@@ -384,6 +403,11 @@ def written(value: Any) -> str:
 
 def sets(values: Mapping[str, Any], why: str = "") -> Outcome:
     return Outcome("honoured", why, values)
+
+
+def pending(ours: str, why: str) -> Outcome:
+    """A value that will be honoured, and that is not known before the data is."""
+    return Outcome("honoured", why, pending={ours: why})
 
 
 def to(*ours: str, why: str = "", values: Mapping[Any, Any] | None = None) -> Conversion:

@@ -23,7 +23,8 @@ WHOLE = "prompts are read as messages and put through the chat template here"
 ROLES = f"{{{ACTOR},{REF},{CRITIC}}}"
 OPTIM = f"{{{ACTOR},{CRITIC}}}.optim"
 ENGINES = f"{{{ACTOR}.megatron,{REF}.megatron,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}"
-SHARED = f"{{{ACTOR}.fsdp_config,{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{REWARD_MODEL}.model.fsdp_config}}"
+CRITIC_SHARED = f"{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.fsdp"  # as verl 0.4, 0.6 and 0.8 have it
+SHARED = f"{{{ACTOR}.fsdp_config,{REF}.fsdp_config,{CRITIC_SHARED},{REWARD_MODEL}.model.fsdp_config}}"
 REWARD_ENGINE = "{reward_model,reward.reward_model}.rollout"
 
 DATA: tuple[Row, ...] = (
@@ -100,6 +101,10 @@ ALGORITHM: tuple[Row, ...] = (
     Row(f"{ACTOR}.policy_loss.ppo_kl_coef", rules.loss_setting("algorithm.cov_kl_coef", "kl_cov"), default=0.1),
     Row(f"{ACTOR}.tau_pos", rules.loss_setting("algorithm.tau_pos", "sapo"), default=1.0),
     Row(f"{ACTOR}.tau_neg", rules.loss_setting("algorithm.tau_neg", "sapo"), default=1.05),
+    Row(
+        f"{ACTOR}.policy_loss.{{dro_beta,cppo.*,rollout_correction.*,rollout_correction}}",
+        nothing("for a loss that is not built; loss_mode names the loss"),
+    ),
     Row(f"{ACTOR}.use_kl_loss", rules.kl_loss, default=False),
     Row(f"{ACTOR}.kl_loss_coef", rules.kl_loss_coef, default=0.001),
     Row(f"{ACTOR}.kl_loss_type", rules.kl_name("algorithm.kl_estimator"), default="low_var_kl"),
@@ -146,7 +151,7 @@ ALGORITHM: tuple[Row, ...] = (
             "ppo_clip", None, nothing="PPO's clipped surrogate", refused="only ppo_clip is built. For a policy gradient use loss_mode=gpg"
         ),
     ),
-    Row(f"{CORRECTION}.use_pure_rollout_correction", off("a policy gradient without clipping is loss_mode=gpg")),
+    Row(f"{CORRECTION}.{{use_pure_rollout_correction,use_policy_gradient}}", off("a policy gradient without clipping is loss_mode=gpg")),
     Row(f"{CORRECTION}.rollout_token_veto_threshold", off("no sample is vetoed by one token. Use rollout_rs=seq_max_k2")),
     Row(f"{CORRECTION}.debug_rollout_actor_probs", nothing("rollout_corr/* metrics are always there")),
     Row(
@@ -168,36 +173,23 @@ OPTIMIZER: tuple[Row, ...] = (
     Row(f"{ACTOR}.optim.lr", number("train.lr"), default=1e-6),
     Row(f"{CRITIC}.optim.lr", number("critic.lr"), default=1e-5),
     Row(f"{ACTOR}.optim.weight_decay", number("train.weight_decay"), default=0.01, note="here on matrices only, in verl on all parameters"),
-    Row(f"{CRITIC}.optim.weight_decay", same_as(f"{ACTOR}.optim.weight_decay", what="actor and critic have the same weight decay")),
+    Row(f"{CRITIC}.optim.weight_decay", number("critic.weight_decay"), default=0.01),
     Row(f"{ACTOR}.optim.betas", to("train.betas"), default=[0.9, 0.999]),
     Row(f"{CRITIC}.optim.betas", same_as(f"{ACTOR}.optim.betas", what="actor and critic have the same betas")),
     Row(f"{ACTOR}.grad_clip", number("train.clip_grad"), default=1.0),
     Row(f"{ACTOR}.optim.clip_grad", number("train.clip_grad")),
-    Row(
-        f"{CRITIC}.{{grad_clip,optim.clip_grad}}",
-        same_as(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad", what="actor and critic are clipped alike"),
-    ),
-    Row(f"{ACTOR}.optim.lr_warmup_steps", rules.warmup_steps),
-    Row(f"{ACTOR}.optim.lr_warmup_steps_ratio", rules.warmup_ratio(f"{ACTOR}.optim"), default=0.0),
-    Row(f"{CRITIC}.optim.lr_warmup_steps", same_as(f"{ACTOR}.optim.lr_warmup_steps", what="the critic's schedule is the actor's")),
-    Row(
-        f"{CRITIC}.optim.lr_warmup_steps_ratio",
-        same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio", what="the critic's schedule is the actor's"),
-    ),
-    Row(f"{ACTOR}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}", rules.schedule),
-    Row(
-        f"{CRITIC}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}",
-        same_as(
-            *(f"{ACTOR}.optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
-            what="the critic's schedule is the actor's",
-        ),
-    ),
-    Row(f"{ACTOR}.optim.min_lr_ratio", number("train.min_lr_ratio")),
-    Row(f"{ACTOR}.optim.min_lr", rules.least_rate),
-    Row(f"{CRITIC}.optim.min_lr_ratio", same_as(f"{ACTOR}.optim.min_lr_ratio", what="the critic's schedule is the actor's")),
-    Row(
-        f"{CRITIC}.optim.min_lr",
-        only(0, 0.0, None, nothing="the critic's schedule is the actor's", refused="the critic's schedule is the actor's"),
+    Row(f"{CRITIC}.grad_clip", number("critic.clip_grad"), default=1.0),
+    Row(f"{CRITIC}.optim.clip_grad", number("critic.clip_grad")),
+    *(
+        row
+        for role, section in ((ACTOR, "train"), (CRITIC, "critic"))
+        for row in (
+            Row(f"{role}.optim.lr_warmup_steps", rules.warmup_steps(section)),
+            Row(f"{role}.optim.lr_warmup_steps_ratio", rules.warmup_ratio(f"{role}.optim", section), default=0.0),
+            Row(f"{role}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}", rules.schedule(section), default="constant"),
+            Row(f"{role}.optim.min_lr_ratio", number(f"{section}.min_lr_ratio")),
+            Row(f"{role}.optim.min_lr", rules.least_rate(role, section)),
+        )
     ),
     Row(f"{OPTIM}.num_cycles", only(0.5, None, nothing="half a cosine, as here", refused="the cosine falls once, to its end. Use 0.5")),
     Row(f"{OPTIM}.optimizer", rules.optimizer),
@@ -229,6 +221,7 @@ OPTIMIZER: tuple[Row, ...] = (
                     "fp32_matmul_prec",
                     "extra_scale_factor",
                     "scalar_optimizer",
+                    "match_adamw_update_rms",
                 )
             ),
         ),
@@ -245,6 +238,10 @@ OPTIMIZER: tuple[Row, ...] = (
     Row(
         f"{OPTIM}.override_optimizer_config.{{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer,decoupled_weight_decay,store_param_remainders}}",
         nothing("moments and master weights are float32, and pass through the GPU in pieces where they are on the host"),
+    ),
+    Row(
+        f"{OPTIM}.{{use_precision_aware_optimizer,main_grads_dtype,main_params_dtype,exp_avg_dtype,exp_avg_sq_dtype}}",
+        nothing("moments, master weights and gradients are float32"),
     ),
     Row(f"{OPTIM}.override_optimizer_config.eps", number("train.eps")),
     Row(f"{OPTIM}.override_optimizer_config {OPTIM}.override_optimizer_config.*", off("AdamW has no further settings here")),
@@ -320,11 +317,11 @@ TRAINING: tuple[Row, ...] = (
     Row(f"{ACTOR}.fsdp_config.fsdp_size", rules.shard_size),
     Row(f"{ACTOR}.strategy {ACTOR}.fsdp_config.strategy", rules.sharding),
     Row(
-        f"{{{REF},{CRITIC},{REWARD_MODEL}}}.strategy {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.strategy",
+        f"{{{REF},{CRITIC},{REWARD_MODEL}}}.strategy {{{REF}.fsdp_config,{CRITIC_SHARED}}}.strategy",
         nothing("all roles are shared out as the actor is (train.shard)"),
     ),
     Row(
-        f"{{{REF},{CRITIC}.model,{CRITIC},{REWARD_MODEL}.model}}.fsdp_config.fsdp_size",
+        f"{{{REF}.fsdp_config,{CRITIC_SHARED},{REWARD_MODEL}.model.fsdp_config}}.fsdp_size",
         nothing("all roles are shared out as the actor is (train.shard)"),
     ),
     Row(
@@ -343,7 +340,7 @@ TRAINING: tuple[Row, ...] = (
     Row(f"{ACTOR}.fsdp_config.reshard_after_forward", switch("train.reshard_after_forward")),
     Row(f"{ACTOR}.fsdp_config.forward_prefetch", switch("train.forward_prefetch"), note="verl drops it under FSDP2; it holds here"),
     Row(
-        f"{{{REF},{CRITIC}.model,{CRITIC},{REWARD_MODEL}.model}}.fsdp_config.{{reshard_after_forward,forward_prefetch}}",
+        f"{{{REF}.fsdp_config,{CRITIC_SHARED},{REWARD_MODEL}.model.fsdp_config}}.{{reshard_after_forward,forward_prefetch}}",
         nothing("all roles gather parameters as the actor does (train.reshard_after_forward, train.forward_prefetch)"),
     ),
     Row(f"{ACTOR}.fsdp_config.param_offload {ACTOR}.megatron.param_offload", switch("train.offload_params")),
@@ -367,11 +364,11 @@ TRAINING: tuple[Row, ...] = (
         f"{REF}.{{fsdp_config,megatron}}.{{optimizer_offload,grad_offload,offload_policy}}",
         nothing("the reference role has no optimizer and no gradients"),
     ),
-    Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.param_offload", switch("critic.offload_params")),
-    Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.optimizer_offload", switch("critic.offload_optimizer")),
-    Row(f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.offload_policy", switch("critic.offload_params")),
+    Row(f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.param_offload", switch("critic.offload_params")),
+    Row(f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.optimizer_offload", switch("critic.offload_optimizer")),
+    Row(f"{{{CRITIC_SHARED}}}.offload_policy", switch("critic.offload_params")),
     Row(
-        f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron}}.grad_offload",
+        f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.grad_offload",
         nothing("train.offload_grads is for actor and critic; verl reads it nowhere"),
     ),
     Row(f"{REWARD_MODEL}.model.fsdp_config.param_offload {REWARD_MODEL}.megatron.param_offload", switch("reward_model.offload_params")),
@@ -392,7 +389,7 @@ TRAINING: tuple[Row, ...] = (
         f"{{{SHARED[1:-1]},{ENGINES[1:-1]}}}.dtype",
         only("bfloat16", "bf16", None, nothing="bfloat16 on CUDA, as here", refused="float16 is not built. Use bfloat16"),
     ),
-    Row(f"{SHARED}.{{pad_to_length,pad_to_length_bucket}}", nothing(NO_PADDING)),
+    Row(f"{{{ACTOR},{REF},{CRITIC},{SHARED[1:-1]}}}.{{pad_to_length,pad_to_length_bucket}}", nothing(NO_PADDING)),
     Row(f"{SHARED}.full_determinism", switch("run.deterministic")),
     Row(f"{SHARED}.{{seed,forward_only,qat.*,turbo_config.*}}", nothing("there is nothing of this kind here: run.seed is the seed")),
     Row(
@@ -402,7 +399,7 @@ TRAINING: tuple[Row, ...] = (
     ),
     Row(f"{REF}.ulysses_sequence_parallel_size {REF}.fsdp_config.ulysses_sequence_parallel_size", to("ref.sequence_parallel")),
     Row(
-        f"{CRITIC}.ulysses_sequence_parallel_size {{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.ulysses_sequence_parallel_size",
+        f"{CRITIC}.ulysses_sequence_parallel_size {{{CRITIC_SHARED}}}.ulysses_sequence_parallel_size",
         to("critic.sequence_parallel"),
     ),
     Row(
@@ -417,20 +414,23 @@ TRAINING: tuple[Row, ...] = (
     Row("training.sequence_parallel", nothing("one guide's switch; its size is ulysses_degree")),
     Row(
         f"{ACTOR}.{_ENTROPY} {ACTOR}.fsdp_config.{_ENTROPY} {ACTOR}.megatron.{_ENTROPY}",
-        rules.chunked_entropy("train.entropy_chunk", f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size"),
+        rules.chunked_entropy("train.entropy_chunk", ACTOR),
     ),
     Row(
         f"{REF}.{_ENTROPY} {REF}.fsdp_config.{_ENTROPY} {REF}.megatron.{_ENTROPY}",
-        rules.chunked_entropy("ref.entropy_chunk", f"{REF}.fsdp_config.entropy_from_logits_chunk_size"),
+        rules.chunked_entropy("ref.entropy_chunk", REF),
     ),
     Row(
-        f"{{{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}.{_ENTROPY}",
+        f"{{{CRITIC_SHARED},{CRITIC}.megatron,{REWARD_MODEL}.megatron}}.{_ENTROPY}",
         nothing("a critic has no entropy"),
     ),
-    Row(f"{{{SHARED[1:-1]},{ENGINES[1:-1]}}}.entropy_from_logits_chunk_size", nothing(f"read with {_ENTROPY}, as its number of tokens")),
+    Row(
+        f"{{{ACTOR},{REF},{SHARED[1:-1]},{ENGINES[1:-1]}}}.entropy_from_logits_chunk_size",
+        nothing(f"read with {_ENTROPY}, as its number of tokens"),
+    ),
     Row(f"{ACTOR}.entropy_checkpointing {ACTOR}.fsdp_config.entropy_checkpointing", switch("train.entropy_recompute")),
     Row(
-        f"{REF}.entropy_checkpointing {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.entropy_checkpointing",
+        f"{REF}.entropy_checkpointing {{{REF}.fsdp_config,{CRITIC_SHARED}}}.entropy_checkpointing",
         nothing("only the actor's entropy has a gradient"),
     ),
     Row(
@@ -439,7 +439,7 @@ TRAINING: tuple[Row, ...] = (
         note="verl compiles only the entropy; train.compile compiles the layers",
     ),
     Row(
-        f"{REF}.use_torch_compile {{{REF}.fsdp_config,{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config}}.use_torch_compile",
+        f"{REF}.use_torch_compile {{{REF}.fsdp_config,{CRITIC_SHARED}}}.use_torch_compile",
         nothing("train.compile is for all roles"),
     ),
     Row(
@@ -589,13 +589,17 @@ MODELS: tuple[Row, ...] = (
         note="verl's torch backend gives log-probs in bfloat16, and wrong ones at the borders of a sequence's parts; here they are float32",
     ),
     Row(f"{MODEL}.fused_kernel_options {MODEL}.fused_kernel_options.*", nothing("there is one implementation for each device")),
-    Row(f"{REWARD_MODEL}.model.use_fused_kernels {CRITIC}.model.use_fused_kernels", nothing("these models have no vocabulary head")),
+    Row(
+        f"{REWARD_MODEL}.model.use_fused_kernels {CRITIC}.model.use_fused_kernels {CRITIC}.model.fused_kernel_options.*",
+        nothing("these models have no vocabulary head"),
+    ),
     Row(f"{{{MODEL},{CRITIC}.model}}.tiled_mlp.enabled", _TILED),
     Row(f"{{{MODEL},{CRITIC}.model}}.tiled_mlp.num_shards", nothing("for tiled_mlp.enabled")),
     Row(f"{MODEL}.lora_rank {MODEL}.lora.rank", to("lora.rank"), default=0),
-    Row(f"{MODEL}.lora.alpha", number("lora.alpha")),
-    Row(f"{MODEL}.lora_alpha", rules.lora_alpha, default=16.0),
-    Row(f"{MODEL}.target_modules {MODEL}.lora.target_modules", rules.targets),
+    Row(f"{MODEL}.lora.alpha", rules.of_engine(number("lora.alpha"), f"{MODEL}.lora_alpha")),
+    Row(f"{MODEL}.lora_alpha", rules.of_engine(rules.lora_alpha, f"{MODEL}.lora.alpha"), default=16.0),
+    Row(f"{MODEL}.lora.target_modules", rules.of_engine(rules.targets, f"{MODEL}.target_modules")),
+    Row(f"{MODEL}.target_modules", rules.of_engine(rules.targets, f"{MODEL}.lora.target_modules")),
     Row(
         f"{MODEL}.exclude_modules {MODEL}.lora.exclude_modules", off("name the layers that get an adapter: target_modules=[q_proj,v_proj]")
     ),
@@ -609,8 +613,11 @@ MODELS: tuple[Row, ...] = (
         nothing("adapters start at 0, and all else is frozen"),
     ),
     Row(f"{CRITIC}.model.lora_rank", rules.critic_adapters),
-    Row(f"{CRITIC}.model.{{lora_alpha,target_modules}}", nothing("the critic's adapters are like the actor's")),
-    Row(f"{CRITIC}.model.lora.*", nothing("the critic's adapters are like the actor's")),
+    Row(
+        f"{CRITIC}.model.{{lora_alpha,target_modules,exclude_modules,lora_adapter_path,lora.*}}",
+        nothing("the critic's adapters are like the actor's"),
+    ),
+    Row(f"{CRITIC}.model.use_liger", nothing("train.fused_layers is for all roles")),
     Row(
         f"{{{MODEL},{CRITIC}.model,{REWARD_MODEL}.model}}.{{override_config,override_config.*}}",
         rules.dropout,
@@ -622,9 +629,10 @@ MODELS: tuple[Row, ...] = (
     ),
     Row(f"{MODEL}.{{hf_config_path,tokenizer_path}}", off("configuration and tokenizer are those of model.path. Put them into its folder")),
     Row(f"{MODEL}.{{return_last_hidden_state,use_prefix_grouper}}", nothing("computed where it is needed")),
-    Row(f"{MODEL}.mtp.*", rules.multi_token),
+    Row(f"{{{MODEL},{CRITIC}.model}}.mtp.*", rules.multi_token),
     Row(f"{CRITIC}.model.path", to("critic.path")),
-    Row(f"{CRITIC}.model.tokenizer_path", nothing("the critic reads the actor's tokens")),
+    Row(f"{CRITIC}.model.{{tokenizer_path,custom_chat_template}}", nothing("the critic reads the actor's tokens")),
+    Row(f"{CRITIC}.model.hf_config_path", off("the configuration is that of critic.model.path. Put it into its folder")),
     Row(f"{{{CRITIC},{REWARD_MODEL}}}.model.trust_remote_code", switch("model.trust_remote_code")),
     Row(f"{CRITIC}.enable", rules.critic_switch),
     Row(f"{CRITIC}.nccl_timeout {REWARD_MODEL}.nccl_timeout actor_rollout_ref.nccl_timeout", nothing(NOT_SHARED)),
@@ -687,7 +695,7 @@ GENERATION: tuple[Row, ...] = (
     Row(
         f"{ROLLOUT}.{{load_format,layered_summon,cudagraph_capture_sizes,multi_stage_wake_up,update_weights_bucket_megabytes,"
         "scheduling_policy,skip_tokenizer_init,use_block_quant_rollout,cast_to_rollout_dtype,limit_images,chat_scheduler,full_determinism,seed,"
-        "max_concurrent_prompts}",
+        "max_concurrent_prompts,qat,router_config_path,moe_load_balance_metrics_interval}",
         nothing(ONE_ENGINE),
     ),
     Row(
@@ -805,7 +813,8 @@ TRAINER: tuple[Row, ...] = (
     ),
     Row("trainer.v1.*", nothing("for asynchronous training, which is not built")),
     Row(
-        f"{PROFILED}.profiler.* {PROFILED}.profile.* global_profiler.* profiler.* trainer.profile_steps trainer.npu_profile.* "
+        f"{PROFILED}.profiler.* {PROFILED}.profile.* actor_rollout_ref.profiler.* global_profiler.* profiler.* trainer.profile_steps "
+        "trainer.npu_profile.* "
         "trainer.controller_nsight_options.* trainer.worker_nsight_options.* trainer.profile_continuous_steps",
         nothing("profilers of Ray's workers are not started; timing_s/* metrics have the seconds of each phase"),
     ),

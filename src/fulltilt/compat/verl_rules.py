@@ -7,10 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from fulltilt.compat.translate import UNDECIDED, Ask, Conversion, Outcome, WrongValue, a_number, same_as, sets, to, truth, whole, written
+from fulltilt.compat.translate import (
+    UNDECIDED,
+    Ask,
+    Conversion,
+    Outcome,
+    WrongValue,
+    a_number,
+    pending,
+    same_as,
+    sets,
+    to,
+    truth,
+    whole,
+    written,
+)
 from fulltilt.presets import PRESETS, VERL_NAMES
+from fulltilt.records import EngineName
 from fulltilt.words import in_bytes, listed, many
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -75,7 +90,7 @@ def epochs(ask: Ask) -> Outcome:
     batch = ask.read("data.gen_batch_size") or ask.read("data.train_batch_size")
     how = f"with dynamic sampling a run's length is counted in steps: rows // {batch} x {many(count, 'epoch')}"
     if not steps:
-        return Outcome("refused", f"{how}, and the data is not here to count its rows. Add {STEPS}=N")
+        return pending("run.steps", f"{how}, and the data is not here to count its rows. Add {STEPS}=N")
     return sets({"run.steps": steps}, f"{how} = {steps}")
 
 
@@ -165,6 +180,7 @@ def token_budget(ours: str, dynamic: str) -> Conversion:
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------
 
+BUILT: tuple[str, ...] = get_args(EngineName)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "sglang_async": "SGLang", "trtllm": "TensorRT-LLM", "hf": "transformers", "tgi": "TGI"}
 
 WEIGHTS = (
@@ -178,6 +194,11 @@ def engine(ask: Ask) -> Outcome:
         return NULL
     if ask.value not in ENGINES:
         return Outcome("refused", f"no engine of verl's is called {written(ask.value)}. Known are {', '.join(ENGINES)}")
+    if ask.theirs.seen.keep_engine and ask.value in BUILT:
+        return sets({"rollout.engine": ask.value}, "--keep-engine")
+    if ask.theirs.seen.keep_engine:
+        told = f"--keep-engine asks for {ENGINES[ask.value]}, which is not built in this version; built are {', '.join(BUILT)}"
+        return Outcome("refused", f"{told}. Leave --keep-engine out, and the native engine takes its place")
     return sets({"rollout.engine": "native"}, f"the native engine takes {ENGINES[ask.value]}'s place: it {WEIGHTS}")
 
 
@@ -311,13 +332,14 @@ def eager(ask: Ask) -> Outcome:
     return sets({"rollout.cuda_graphs": "auto"}, "CUDA graphs wherever one can hold the model")
 
 
-def chunked_entropy(ours: str, size: str) -> Conversion:
+def chunked_entropy(ours: str, role: str) -> Conversion:
     """verl's switch as a number of tokens."""
+    sizes = [f"{above}.entropy_from_logits_chunk_size" for above in (f"{role}.fsdp_config", f"{role}.megatron", role)]
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None or not truth(ask.value):
             return Outcome("means nothing", "off: a fixed memory limit decides how many tokens are computed at a time")
-        tokens = whole(ask.read(size) or 2048)
+        tokens = whole(ask.read(*sizes) or 2048)
         return sets({ours: tokens}, f"verl's switch as its number of tokens, {tokens}; verl ignores it where samples are padded")
 
     return become
@@ -615,6 +637,8 @@ def manager(ask: Ask) -> Outcome:
         "dapo": "as naive; its overlong penalty is algorithm.overlong_buffer",
         "batch": "here a batch function, with plural parameters, is called once for each group",
         "prime": "here functions always run in processes of their own, with a deadline (reward.timeout_s)",
+        "gdpo": "as naive; the parts that the function returns are those of algorithm.gdpo_reward_keys",
+        "limited": "reward.workers is the number of calls at a time",
     }
     if ask.value is None or ask.value in told:
         return Outcome("means nothing", told.get(ask.value, "null: nothing is set"))
@@ -661,49 +685,63 @@ def updates_per_step(ask: Ask) -> int:
     return math.ceil(batch / max(1, min(mini, batch))) * whole(ask.read(f"{ACTOR}.ppo_epochs"))
 
 
-def warmup_steps(ask: Ask) -> Outcome:
+def warmup_steps(section: str) -> Conversion:
     """verl's scheduler moves once a step, ours with every update."""
-    if ask.value is None or whole(ask.value) <= 0:
-        return Outcome("means nothing", "lr_warmup_steps_ratio counts instead, as in verl")
-    each = updates_per_step(ask)
-    count = whole(ask.value) * each
-    return sets({"train.warmup_steps": count}, f"{many(whole(ask.value), 'step')} x {many(each, 'update')} = {count} optimizer steps")
-
-
-def warmup_ratio(*prefixes: str, per_step: bool = True) -> Conversion:
-    """A share of the run's steps."""
 
     def become(ask: Ask) -> Outcome:
-        ratio = a_number(ask.value or 0)
-        given = next((ask.read(f"{prefix}.lr_warmup_steps") for prefix in prefixes if ask.has(f"{prefix}.lr_warmup_steps")), None)
-        if given is not None and whole(given) > 0:
-            return Outcome("means nothing", "lr_warmup_steps is given, and counts before it")
-        if ratio == 0:
-            return sets({"train.warmup_steps": 0})
-        total = steps_of_run(ask)
-        if total is None:
-            remedy = f"Add {STEPS}=N, or {prefixes[0]}.lr_warmup_steps=N"
-            return Outcome("refused", f"{ratio:g} of the run's steps, and the data is not here to count them. {remedy}")
-        each = updates_per_step(ask) if per_step else 1
-        count = int(ratio * total) * each
-        return sets({"train.warmup_steps": count}, f"{ratio:g} x {many(total, 'step')} x {many(each, 'update')} = {count} optimizer steps")
+        if ask.value is None or whole(ask.value) <= 0:
+            return Outcome("means nothing", "lr_warmup_steps_ratio counts instead, as in verl")
+        each = updates_per_step(ask)
+        count = whole(ask.value) * each
+        return sets(
+            {f"{section}.warmup_steps": count}, f"{many(whole(ask.value), 'step')} x {many(each, 'update')} = {count} optimizer steps"
+        )
 
     return become
 
 
-def schedule(ask: Ask) -> Outcome:
-    known = {"constant": "constant", "cosine": "cosine", "linear": "linear", None: "constant"}
-    if ask.value not in known:
-        return Outcome("refused", f"the schedule {written(ask.value)} is not built. Use constant, linear or cosine")
-    return NULL if ask.value is None else sets({"train.schedule": known[ask.value]})
+def warmup_ratio(above: str, section: str = "train", *, per_step: bool = True) -> Conversion:
+    """A share of the run's steps."""
+
+    def become(ask: Ask) -> Outcome:
+        ratio = a_number(ask.value or 0)
+        if ask.has(f"{above}.lr_warmup_steps") and whole(ask.read(f"{above}.lr_warmup_steps") or 0) > 0:
+            return Outcome("means nothing", "lr_warmup_steps is given, and counts before it")
+        if ratio == 0:
+            return sets({f"{section}.warmup_steps": 0})
+        total = steps_of_run(ask)
+        if total is None:
+            why = f"{ratio:g} of the run's steps, and the data is not here to count them. Add {STEPS}=N, or {above}.lr_warmup_steps=N"
+            return pending(f"{section}.warmup_steps", why)
+        each = updates_per_step(ask) if per_step else 1
+        count = int(ratio * total) * each
+        updates = f" x {many(each, 'update')}" if per_step else ""
+        return sets({f"{section}.warmup_steps": count}, f"{ratio:g} x {many(total, 'step')}{updates} = {count} optimizer steps")
+
+    return become
 
 
-def least_rate(ask: Ask) -> Outcome:
+def schedule(section: str) -> Conversion:
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        if ask.value not in ("constant", "cosine", "linear"):
+            return Outcome("refused", f"the schedule {written(ask.value)} is not built. Use constant, linear or cosine")
+        return sets({f"{section}.schedule": ask.value})
+
+    return become
+
+
+def least_rate(role: str, section: str) -> Conversion:
     """Megatron's smallest learning rate as a share of the largest."""
-    if ask.value is None:
-        return NULL
-    peak = a_number(ask.read(f"{ACTOR}.optim.lr"))
-    return sets({"train.min_lr_ratio": a_number(ask.value) / peak}, f"{a_number(ask.value):g} / {peak:g}")
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        peak = a_number(ask.read(f"{role}.optim.lr" if role else "optim.lr"))
+        return sets({f"{section}.min_lr_ratio": a_number(ask.value) / peak}, f"{a_number(ask.value):g} / {peak:g}")
+
+    return become
 
 
 def optimizer(ask: Ask) -> Outcome:
@@ -757,7 +795,9 @@ def resume(ask: Ask) -> Outcome:
     if ask.value in known:
         return sets({"run.resume": known[ask.value]})
     return Outcome(
-        "refused", "a run resumes from the newest checkpoint in run.dir. To start from weights elsewhere, give them as model.path"
+        "refused",
+        "a run resumes from the newest checkpoint in run.dir, which must be one of fulltilt's. To start from the weights of one of verl's, "
+        "give its Hugging Face export: actor_rollout_ref.model.path=.../global_step_N/actor/huggingface",
     )
 
 
@@ -770,6 +810,11 @@ def every(ours: str) -> Conversion:
     """Steps between two events; -1 is never."""
 
     def become(ask: Ask) -> Outcome:
+        if ask.value == "after_each_epoch":
+            rows, batch = ask.theirs.seen.rows(files(ask.read("data.train_files"))), whole(ask.read("data.train_batch_size"))
+            if rows is None or rows < batch:
+                return pending(ours, f"rows / {batch} steps are an epoch, and the data is not here to count its rows. Add {ask.key}=N")
+            return sets({ours: rows // batch}, f"{rows} rows // {batch} = {many(rows // batch, 'step')} of an epoch")
         return sets({ours: max(0, whole(ask.value or 0))}, "the last step is saved in any case" if "save" in ours else "")
 
     return become
@@ -930,7 +975,8 @@ def critic_adapters(ask: Ask) -> Outcome:
 
 
 def multi_token(ask: Ask) -> Outcome:
-    on = any(truth_or_false(ask.read(f"{MODEL}.mtp.{name}")) for name in ("enable", "enable_train", "enable_rollout"))
+    above = ask.key.removesuffix(f".{ask.below}")
+    on = any(truth_or_false(ask.read(f"{above}.{name}")) for name in ("enable", "enable_train", "enable_rollout"))
     if on:
         return Outcome("refused", "multi-token prediction is not built. Remove it")
     return Outcome("means nothing", "multi-token prediction is off, as here")
@@ -960,6 +1006,17 @@ def processes(ask: Ask) -> Outcome:
     if ask.value in ("gpu", "auto"):
         return sets({"cluster.workers": "auto"})
     return sets({"cluster.workers": whole(ask.value)})
+
+
+def of_engine(become: Conversion, other: str) -> Conversion:
+    """A setting of adapters that FSDP reads under one key and Megatron under another."""
+
+    def chosen(ask: Ask) -> Outcome:
+        if ask.given and ask.has(other) and (".lora." in ask.key) != megatron(ask):
+            return Outcome("means nothing", f"verl reads {other} instead with {'Megatron' if megatron(ask) else 'FSDP'}")
+        return become(ask)
+
+    return chosen
 
 
 def lora_alpha(ask: Ask) -> Outcome:

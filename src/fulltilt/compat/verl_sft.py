@@ -12,7 +12,6 @@ from fulltilt.compat.translate import (
     Outcome,
     Row,
     Table,
-    a_number,
     nothing,
     number,
     off,
@@ -26,20 +25,6 @@ from fulltilt.compat.translate import (
 from fulltilt.compat.verl import ALWAYS_SAVED, LAUNCHER, NO_PADDING
 
 ENGINE = "{engine,model.fsdp_config}"
-
-
-def warmup(ask: Ask) -> Outcome:
-    """A share of the run's steps, which are optimizer steps here."""
-    ratio = a_number(ask.value or 0)
-    if ask.has("optim.lr_warmup_steps") and whole(ask.read("optim.lr_warmup_steps") or -1) > 0:
-        return Outcome("means nothing", "lr_warmup_steps is given, and counts before it")
-    total = rules.steps_of_run(ask)
-    if ratio == 0:
-        return sets({"train.warmup_steps": 0})
-    if total is None:
-        remedy = f"Add {rules.STEPS}=N, or optim.lr_warmup_steps=N"
-        return Outcome("refused", f"{ratio:g} of the run's steps, and the data is not here to count them. {remedy}")
-    return sets({"train.warmup_steps": int(ratio * total)}, f"{ratio:g} x {total} steps")
 
 
 def micro(ask: Ask) -> Outcome:
@@ -62,23 +47,25 @@ def column(ours: str, keys: str) -> Conversion:
     """A column; verl reads a part of it, where `keys` names one."""
 
     def become(ask: Ask) -> Outcome:
-        if ask.value is None:
+        if ask.value is None or (not ask.given and rules.truth_or_false(ask.read("data.multiturn.enable"))):
             return rules.NULL
-        inside = ask.read(keys)
-        if inside and ask.has(keys):
-            part = inside[0] if isinstance(inside, list) else inside
-            return Outcome(
-                "refused", f"{ours} names a column, and {part} is a part of one. Write rows with columns of their own (docs/data.md)"
-            )
-        return sets({ours: str(ask.value)})
+        parts = ask.read(keys) if ask.has(keys) else None
+        path = [str(ask.value), *(parts if isinstance(parts, list) else [parts] if parts else [])]
+        return sets({ours: ".".join(map(str, path))}, "the column, and what its objects have under a name" if parts else "")
 
     return become
 
 
-def inside(ask: Ask) -> Outcome:
-    if ask.value in (None, []):
-        return Outcome("means nothing", "columns are read whole, as here")
-    return Outcome("refused", "a column is read whole here. Write rows with a column each for prompt and response (docs/data.md)")
+def inside(ours: str, name: str) -> Conversion:
+    """A name in the objects of a column."""
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value in (None, []):
+            return Outcome("means nothing", "columns are read whole, as here")
+        path = [ask.read(name), *(ask.value if isinstance(ask.value, list) else [ask.value])]
+        return sets({ours: ".".join(map(str, path))}, "the column, and what its objects have under a name")
+
+    return become
 
 
 def longer(ask: Ask) -> Outcome:
@@ -94,21 +81,16 @@ def longer(ask: Ask) -> Outcome:
     return Outcome("means nothing", f"{told[ask.value]}; {skipped}")
 
 
-def schedule(ask: Ask) -> Outcome:
-    return (
-        rules.schedule(ask) if ask.value != "wsd" else Outcome("refused", "the schedule wsd is not built. Use constant, linear or cosine")
-    )
-
-
 SFT = Table(
     "verl's SFT trainer",
     (
         Row("data.train_files", rules.files_to("data.train")),
         Row("data.val_files", rules.files_to("data.val")),
         Row("data.train_batch_size", to("algorithm.prompts_per_step"), default=256, note="rows of an optimizer step, over all GPUs"),
-        Row("data.prompt_key", column("data.prompt_key", "data.prompt_dict_keys")),
-        Row("data.response_key", column("data.response_key", "data.response_dict_keys")),
-        Row("data.prompt_dict_keys data.response_dict_keys", inside),
+        Row("data.prompt_key", column("data.prompt_key", "data.prompt_dict_keys"), default="question"),
+        Row("data.response_key", column("data.response_key", "data.response_dict_keys"), default="answer"),
+        Row("data.prompt_dict_keys", inside("data.prompt_key", "data.prompt_key")),
+        Row("data.response_dict_keys", inside("data.response_key", "data.response_key")),
         Row("data.messages_key data.multiturn.messages_key", to("data.messages_key")),
         Row("data.multiturn.enable", nothing("a row with messages is read as a conversation, one with prompt and response as such")),
         Row(
@@ -179,9 +161,10 @@ SFT = Table(
                 else sets({"train.warmup_steps": whole(ask.value)})
             ),
         ),
-        Row("optim.{lr_warmup_steps_ratio,warmup_steps_ratio}", warmup, default=0.1),
-        Row("optim.{lr_scheduler,lr_scheduler_type,warmup_style,lr_decay_style}", schedule, default="cosine"),
+        Row("optim.{lr_warmup_steps_ratio,warmup_steps_ratio}", rules.warmup_ratio("optim", per_step=False), default=0.1),
+        Row("optim.{lr_scheduler,lr_scheduler_type,warmup_style,lr_decay_style}", rules.schedule("train"), default="cosine"),
         Row("optim.min_lr_ratio", number("train.min_lr_ratio")),
+        Row("optim.min_lr", rules.least_rate("", "train")),
         Row("optim.optimizer", rules.optimizer),
         Row("optim.optimizer_impl", rules.optimizer_package),
         Row("optim.override_optimizer_config optim.override_optimizer_config.*", off("AdamW has no further settings here")),
@@ -210,8 +193,15 @@ SFT = Table(
         Row("*._target_", nothing("the name of a class of verl's")),
         *LAUNCHER,
     ),
-    always={"algorithm.name": "sft"},
+    always={"algorithm.name": "sft", "data.apply_template": "always"},
 )
 
-NEWER = {"optim.lr": 1e-3, "optim.betas": [0.9, 0.999], "optim.lr_warmup_steps_ratio": 0.0, "optim.lr_scheduler": "constant"}
+NEWER = {
+    "data.prompt_key": None,
+    "data.response_key": None,
+    "optim.lr": 1e-3,
+    "optim.betas": [0.9, 0.999],
+    "optim.lr_warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler": "constant",
+}
 """Defaults of `verl.trainer.sft_trainer`, where they differ from those of `verl.trainer.fsdp_sft_trainer`."""

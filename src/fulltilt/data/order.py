@@ -197,9 +197,19 @@ def _parsed(parse: Parse, number: int, row: Columns, place: str) -> Sequence[Any
         raise UserError(f"{place}: {error} Columns of this row: {', '.join(row) or 'none'}.") from error
 
 
+def value_at(row: Columns, name: str) -> Any:
+    """A column, or what an object in one has: `extra_info.question`. None if there is none. A column with such a name goes first."""
+    if name in row or "." not in name:
+        return row.get(name)
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def column(row: Columns, name: str, kind: type[Value], expected: str) -> Value | None:
     """A column that a row may have; None if it has not."""
-    value = row.get(name)
+    value = value_at(row, name)
     if value is not None and not isinstance(value, kind):
         raise UserError(f"'{name}' is of type {type(value).__name__}; it must be {expected}.")
     return value

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items
+from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items, value_at
 from fulltilt.data.template import PromptEncoder, without_missing
 from fulltilt.records import Prompt, UserError
 
@@ -36,9 +36,10 @@ def load_prompts(
     encoder = PromptEncoder(tokenizer, config)
 
     def parse(number: int, row: Columns) -> list[Prompt]:
-        if row.get(config.prompt_key) is None:
+        prompt = value_at(row, config.prompt_key)
+        if prompt is None:
             raise UserError(f"the row has no '{config.prompt_key}'. Set data.prompt_key to the column with the prompt, or fix the row.")
-        ids, text, source = encoder.encode(row[config.prompt_key], "data.max_prompt_tokens")
+        ids, text, source = encoder.encode(prompt, "data.max_prompt_tokens")
         data_source = column(row, "data_source", str, "a string")
         return [Prompt(number, ids, text, "unknown" if data_source is None else data_source, _ground_truth(row), _extra_info(row), source)]
 

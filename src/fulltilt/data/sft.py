@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items
+from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items, value_at
 from fulltilt.data.template import Message, PromptEncoder
 from fulltilt.records import Row, UserError
 from fulltilt.words import many, shortened
@@ -91,14 +91,15 @@ class _Writer:
     def rows(self, row: Columns) -> list[Row]:
         """The rows that a row of the data becomes."""
         prompt_key, response_key, messages_key = self._config.prompt_key, self._config.response_key, self._config.messages_key
-        if row.get(prompt_key) is not None and row.get(response_key) is not None:
-            return self._answer(row[prompt_key], column(row, response_key, str, "a string") or "")
-        if row.get(messages_key) is None:
+        prompt, messages = value_at(row, prompt_key), value_at(row, messages_key)
+        if prompt is not None and value_at(row, response_key) is not None:
+            return self._answer(prompt, column(row, response_key, str, "a string") or "")
+        if messages is None:
             raise UserError(
                 f"an SFT row needs '{prompt_key}' and '{response_key}', or '{messages_key}'. Set data.prompt_key and data.response_key, or "
                 "data.messages_key, to the columns you have, or fix the row."
             )
-        conversation = self._encoder.messages(row[messages_key])
+        conversation = self._encoder.messages(messages)
         if conversation is None or conversation[-1]["role"] != "assistant":
             raise UserError(f"'{messages_key}' must be a list of messages that ends with the assistant's. Fix the row or remove it.")
         turns = _weighted_turns(conversation)

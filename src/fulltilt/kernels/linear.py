@@ -44,7 +44,7 @@ class Tile:
 
     rows: int
     columns: int
-    step: int = 128  # of the inner axis
+    step: int = 128  # along the inner axis
     stages: int = 6
     warps: int = 4
 

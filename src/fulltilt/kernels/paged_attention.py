@@ -13,8 +13,8 @@ Guaranteed:
 - cache contents beyond a sequence's length, and table entries beyond its blocks, are never used, even if they are NaN;
 - nothing waits for the device, and a launch depends only on shapes, the width of the table among them: calls can be captured.
   Run each shape once before capture, so that nothing is compiled meanwhile;
-- in bfloat16 and float16, a sequence that is not split (`Launch.whole`) gives, bit for bit, what torch's flash attention gives for the
-  last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
+- in bfloat16 and float16, a sequence that is not split (`AttentionLaunch.whole`) gives, bit for bit, what torch's flash attention gives for
+  the last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
 - the number of splits of a sequence changes the result by rounding only. Scores and sums are float32.
 
 Blocks of the table must cover each length, and every block number in use must lie inside the cache: neither is checked on the device.
@@ -28,7 +28,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from fulltilt.footprint import PROCESSORS, Launch, launch_for, padded, power_of_two
+from fulltilt.footprint import PROCESSORS, AttentionLaunch, launch_for, padded, power_of_two
 from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.rotary import turned
 
@@ -87,7 +87,7 @@ def _attend(
     blocks = table + row * table_row
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, 4], tl.float32)  # of the four threads that share a row: thread i has columns 2i and 2i + 1 of every eight
+    total = tl.zeros([ROWS, 4], tl.float32)  # for the four threads that share a row: thread i has columns 2i and 2i + 1 of every eight
     first = tl.arange(0, TILE // 4)[None, None, :] == 0
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     places = tl.arange(0, TILE)
@@ -223,7 +223,7 @@ def paged_attention(
     block_tokens: int = 16,
     window: int | None = None,  # tokens that the newest one sees, itself included
     softcap: float | None = None,
-    launch: Launch | None = None,  # `launch_for` chooses
+    launch: AttentionLaunch | None = None,  # `launch_for` chooses
 ) -> torch.Tensor:
     batch, heads, width = q.shape
     key_heads = key_cache.shape[1]

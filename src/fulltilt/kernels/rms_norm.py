@@ -16,7 +16,9 @@ import torch
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 
 WIDEST = 32768  # a row is held in registers
-PROGRAMS = 528  # of the backward pass, about: four for each multiprocessor of an H200. A constant, so that sums do not depend on the device
+PROGRAMS = (
+    528  # about four programs of the backward pass for each multiprocessor of an H200; constant, so that sums are those of any device
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Any:

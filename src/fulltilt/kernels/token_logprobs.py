@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class BackwardInputs:
     """Inputs of the backward pass, one number per row."""
 
     targets: torch.Tensor  # int64 [R]: rows of the weight; outside of it where another process has the token
@@ -72,9 +72,9 @@ class Tokens:
     of_logprobs: torch.Tensor | None  # gradients of the results [R], where a loss uses them
     of_entropy: torch.Tensor | None
 
-    def __getitem__(self, rows: slice) -> Tokens:
+    def __getitem__(self, rows: slice) -> BackwardInputs:
         found = (self.entropy, self.of_logprobs, self.of_entropy)
-        return Tokens(self.targets[rows], self.normaliser[rows], *(None if given is None else given[rows] for given in found))
+        return BackwardInputs(self.targets[rows], self.normaliser[rows], *(None if given is None else given[rows] for given in found))
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class TokenLogprobs(torch.autograd.Function):
         if of_logprobs is None and of_entropy is None:
             return (None,) * 5
         (weight, bias), call = ctx.parameters, ctx.call
-        tokens = Tokens(
+        tokens = BackwardInputs(
             targets, normaliser, entropy, *(None if given is None else given.contiguous() for given in (of_logprobs, of_entropy))
         )
         gradients = Gradients(ctx.needs_input_grad, hidden, weight, bias)
@@ -222,7 +222,7 @@ def read(
     )  # fmt: skip
 
 
-def turn(logits: torch.Tensor, tokens: Tokens, call: Call, out: torch.Tensor) -> None:
+def turn(logits: torch.Tensor, tokens: BackwardInputs, call: Call, out: torch.Tensor) -> None:
     """Fill the gradient of some rows' products, in the type of the hidden states."""
     if logits.dtype not in FLOATS or not runs_triton(logits):
         out.copy_(gradient_reference(logits, tokens, call))
@@ -314,7 +314,7 @@ def read_reference(
         entropy.copy_(-(log_p.exp().mul_(log_p)).sum(-1))
 
 
-def gradient_reference(logits: torch.Tensor, tokens: Tokens, call: Call) -> torch.Tensor:
+def gradient_reference(logits: torch.Tensor, tokens: BackwardInputs, call: Call) -> torch.Tensor:
     """d log p[target] / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
     values, slope = bent(logits, call)
     log_p = values.sub_(tokens.normaliser[:, None])

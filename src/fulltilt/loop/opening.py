@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fulltilt import config as configuration
 from fulltilt.cluster import checks
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.checks import RunData
+from fulltilt.cluster.here import shape_for
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.prompts import PromptSet
@@ -40,10 +41,13 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, to_toml, value_of
 from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from fulltilt.tune.explain import explain
+from fulltilt.tune.predict import Predictor, UsedDevices, describe_run, saved_facts
 from fulltilt.tune.probe import Prober
-from fulltilt.words import joined, many
+from fulltilt.words import first_line, joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
+LAYOUT = ("workers", "parts", "rollout_parts")  # those of a run's sizes that tell how models are divided
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
 
 
@@ -72,7 +76,7 @@ class Attempts:
         self.path = Path(config.run.dir)
         self.restarts = 0
         self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
-        self._run: Run | None = None  # of the attempt in progress, once its workers are loaded
+        self._run: Run | None = None  # the attempt in progress, once its workers are loaded
 
     def train(self) -> Summary:
         failed_before = 0
@@ -137,8 +141,13 @@ class Attempts:
                 warn_of_effects(config, parts, state, console)
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
-            write_set_up(config, parts, self.folder, state, self.origin, console)
+            predictions = foreseen(config, parts)
+            if isinstance(predictions.found, str) and not self.restarts:
+                console.note(f"predictions of time and memory are left out: {predictions.found}")
+            write_set_up(config, parts, self.folder, state, self.origin, console, predictions.saved)
             if found and state:
+                if not changed:
+                    keep_changed_budgets(parts, state)
                 progress = progress_of(parts, found, state, changed, console)
                 resume_store_and_memory(config, parts, self.folder, store, state)
             else:
@@ -148,9 +157,12 @@ class Attempts:
                 console.note(text)
             stack.enter_context(freeze_existing_objects())
             with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files)
+                predictor = predictions.found if isinstance(predictions.found, Predictor) else None
+                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files, predictor)
                 summary = self._run.train()
             loggers.close(finished=not summary.interrupted)
+            if summary.steps and not summary.interrupted:
+                tell_where_time_went(path, console)
             return summary
 
 
@@ -159,6 +171,34 @@ def prober_for(config: Config) -> Prober | None:
     by_auto = checks.choose_device(config.run.device).type == "cuda" and config.train.compile is not True
     wanted = by_auto if config.run.probe == "auto" else config.run.probe
     return Prober(clock=not config.run.deterministic) if wanted else None
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What the models of memory and time are for a run."""
+
+    found: Predictor | str  # or why they predict nothing
+    saved: Mapping[str, Any] = field(default_factory=dict)  # for the plan's file
+
+
+def foreseen(config: Config, parts: RunParts) -> Foreseen:
+    """A run needs no predictions: whatever keeps the models from making them is told, and the run goes on."""
+    crew, plan, saved = parts.crew, parts.plan, dict[str, Any]()
+    try:
+        shape = shape_for(config)
+        devices = UsedDevices(crew.device, crew.device_bytes, plan.budgets.workers, config.cluster.nodes)
+        saved = saved_facts(shape, devices, plan)
+        return Foreseen(Predictor(describe_run(config, shape, devices, plan)), saved)
+    except Exception as error:
+        return Foreseen(first_line(error), saved)
+
+
+def tell_where_time_went(folder: Path, console: Console) -> None:
+    try:
+        for text in explain(folder).summary():
+            console.note(text)
+    except Exception as error:  # the run is done, whatever its metrics hold
+        console.warn(f"where the time went is not known: {first_line(error)}")
 
 
 @contextlib.contextmanager
@@ -242,17 +282,28 @@ def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: 
     return None if configuration.differences(known, configuration.snapshot(config)) else budgets
 
 
+def keep_changed_budgets(parts: RunParts, state: SavedState) -> None:
+    """Go on with the budgets that were changed before the checkpoint, unless all are planned again for other workers."""
+    planned = asdict(parts.plan.budgets)
+    if all(planned[name] == state.budgets.get(name, 1) for name in LAYOUT):
+        changed, lowered = (
+            {name: size for name, size in each.items() if name in SIZES} for each in (state.changed_budgets, state.lowered_budgets)
+        )
+        parts.crew.use_budgets(changed, lowered)
+
+
 def write_set_up(
-    config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console
-) -> None:
+    config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console,
+    more: Mapping[str, Any],
+) -> None:  # fmt: skip
     """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint; without one, what a run has written whose
-    checkpoints were deleted is moved aside."""
+    checkpoints were deleted is moved aside. `more`: what the plan's file has for `fulltilt doctor`."""
     path = folder.path
     if state is None and (aside := folder.move_aside()):
         console.warn(f"the checkpoints of the earlier run in {path} are gone: its metrics and rollouts were moved to {aside}")
     if origin is None or origin.resolve() != (path / SNAPSHOT).resolve():
         write_whole(path / SNAPSHOT, to_toml(config))
-    plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
+    plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words, **more}
     write_whole(path / PLAN, json.dumps(plan, indent=1))
     metrics = MetricsFile(path / METRICS)
     warning = metrics.truncate(state.metrics_offset if state else 0)
@@ -269,7 +320,7 @@ def resume_store_and_memory(config: Config, parts: RunParts, folder: RunFolder, 
     """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
-    parts.crew.restore_memory(state.memory)
+    parts.crew.restore_memory(state.memory if isinstance(state.memory, list) else [state.memory])
 
 
 def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: list[str], console: Console) -> Progress:

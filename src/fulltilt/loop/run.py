@@ -34,7 +34,7 @@ from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
 from fulltilt.loop.saved import FileDigests
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
-from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
+from fulltilt.observe.health import EVERY_REWARD_FAILED, MEMORY, Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.observe.validation import sample_rows
@@ -44,6 +44,9 @@ from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import VALIDATION_METRICS, Config
 from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore, Digests
+from fulltilt.tune import control
+from fulltilt.tune.predict import Predictor
+from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
@@ -96,8 +99,10 @@ class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
         on_step: OnStep | None = None, folder: RunFolder | None = None, files: FileDigests | None = None,
+        predictor: Predictor | None = None,
     ) -> None:  # fmt: skip
-        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
+        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints.
+        `predictor`: None where there are no predictions beside the measurements."""
         self.config = config
         self.parts = parts
         self.crew = parts.crew
@@ -107,11 +112,13 @@ class Run:
         self.loggers = loggers
         self.on_step = on_step
         self.interrupts = Interrupts(self.crew.hurry)
+        self.crew.budgets.say = console.warn
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         self.folder = folder
         if folder:
             store.on_saved = folder.note_checkpoint
         self.files = files or {}
+        self.predictor = predictor
         path = Path(config.run.dir)
         self.metrics = MetricsFile(path / METRICS)
         self.rollouts = RolloutFiles(path / ROLLOUTS, config.run.save_rollouts)
@@ -240,7 +247,7 @@ class Run:
     def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
         with self.console.phase(name):
             found = started.finish(rows, report)
-        self.console.seconds[name] = started.call.seconds  # all that it took, not only what others had to wait for it
+        self.console.seconds[name] = started.seconds  # all that it took, not only what others had to wait for it
         return found
 
     def _annotate(self, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
@@ -425,7 +432,10 @@ class Run:
         run, last = self.config.run, self.parts.plan.steps
         self._make_up_for_what_failed()
         self.console.begin_step(step)
+        self.crew.budgets.seen.clear()  # of a validation
         metrics = self._step(step)
+        self._follow_memory(metrics)
+        metrics |= self._predicted(metrics)
         validated = run.eval_every > 0 and step % run.eval_every == 0
         try:
             if validated:
@@ -448,6 +458,30 @@ class Run:
         self._call_back(step, metrics)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
+
+    def _follow_memory(self, metrics: Metrics) -> None:
+        """Adapt the token budgets that nobody has set to the memory that the step took."""
+        budgets = self.crew.budgets
+        for work, tokens in budgets.seen.items() if not metrics["perf/out_of_memory"] else ():
+            name = f"{MEMORY}{measure.TIMING_NAMES[work.phase]}"
+            peak, activations = (metrics.get(f"{name}/{what}", 0.0) * 2**30 for what in ("peak", "activations"))
+            before, most = getattr(budgets.now, work.budget), getattr(budgets.most, work.budget)
+            passes = control.MeasuredPasses(peak, activations, tokens.largest, tokens.longest)
+            change = control.follow(before, most, passes, self.crew.device_bytes) if budgets.by_auto(work) else None
+            if change:
+                self.crew.use_budgets({work.budget: change.budget})
+                self.console.note(f"{work.phase}: {work.budget} changes from {before} to {change.budget} tokens: {change.reason}")
+
+    def _predicted(self, metrics: Metrics) -> Metrics:
+        """Predictions beside what the step has measured. Whatever a model cannot do with a step's numbers, the run goes on."""
+        if self.predictor is None:
+            return {}
+        try:
+            return self.predictor.metrics(metrics)
+        except Exception as error:
+            self.predictor = None
+            self.console.warn(f"predictions are left out from here on: {type(error).__name__}: {first_line(error)}")
+            return {}
 
     def _call_back(self, step: int, metrics: Metrics) -> None:
         """Tell the user's function of the finished step. The step is whole: whatever the function raises, a healthy one is saved first."""
@@ -579,6 +613,8 @@ class Run:
             "first_entropy": self.progress.first_entropy,
             "best": asdict(best) if best else None,
             "budgets": asdict(self.parts.plan.budgets),
+            "changed_budgets": self.crew.budgets.changed,
+            "lowered_budgets": self.crew.budgets.lowered,
             "data": self.parts.data_digest,
             "val_data": self.parts.val_digest,
             "data_versions": list(self.parts.train_data.versions),
@@ -592,7 +628,7 @@ class Run:
             with self.crew.phase("save"):
                 self.crew.save(named, folder, beside)
             measured = self.crew.pending_memory()
-            state["memory"] = {phase: asdict(reading) for phase, reading in measured.items() if planned or phase != "save"}
+            state["memory"] = [{phase: asdict(own[phase]) for phase in own if planned or phase != "save"} for own in measured]
             state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin} if planned else {}
             return self.crew.finish_save
 

@@ -46,13 +46,15 @@ class SavedState(BaseModel):
     first_entropy: float | None = None
     best: BestCheckpoint | None = None
     budgets: dict[str, NonNegativeInt]
+    changed_budgets: dict[str, NonNegativeInt] = {}
+    lowered_budgets: dict[str, NonNegativeInt] = {}
     data: str
     data_versions: list[str] = []
     val_data: str | None = None
     files: FileDigests = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
-    memory: dict[str, Reading] = {}
+    memory: list[dict[str, Reading]] | dict[str, Reading] = []  # by phase, of each worker; an older version's checkpoint has the first's
     config: dict[str, Any]
 
 

@@ -37,7 +37,7 @@ from fulltilt.shape import Shape
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.tune import overlay as overlays
 from fulltilt.tune.overlay import Applied, Overlay, Trial, TunedFor, tuned_for
-from fulltilt.tune.search import Predictor, SearchResult, search, space_of, with_settings
+from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_of, with_settings
 from fulltilt.words import first_line, many
 
 Say = Callable[[str], None]
@@ -160,7 +160,7 @@ def proposals(config: Config, shape: Shape, cluster: Cluster, response: float | 
     def rules(checked: Config) -> list[str]:
         return [text for text in mistakes(checked) if text not in known]
 
-    return search(Predictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists + 1)
+    return search(SettingsPredictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists + 1)
 
 
 def in_words(found: SearchResult) -> str:

@@ -15,7 +15,7 @@ process's resident bytes are reported. A look takes two microseconds per known t
         with account.passes():  # forward and backward only: memory that they take and give back counts as activations
             trainer.accumulate(batch)
         trainer.apply()
-    account.metrics()  # of the phases that ended since the last call
+    account.metrics()  # for the phases that ended since the last call
 
 On CUDA an account resets the allocator's peaks at every border between phases and passes, so use `peak_bytes` and `peak_reserved_bytes`
 instead of `torch.cuda.max_memory_allocated` and `max_memory_reserved` for the peaks of the process.
@@ -47,7 +47,7 @@ class HeldBytes:
     """Bytes of each kind of tensor."""
 
     device: Mapping[str, int]
-    host: Mapping[str, int]  # of a CUDA run: offloaded
+    host: Mapping[str, int]  # bytes by kind that a CUDA run has offloaded
 
     def most(self, other: HeldBytes) -> HeldBytes:
         """The larger number of each kind."""
@@ -60,11 +60,17 @@ class Reading:
     """Memory of one phase, in bytes; of one that ran twice in a step, the most of both. None: not measurable on this device."""
 
     held: HeldBytes = HeldBytes({}, {})  # the most of each kind that was found
-    other: int | None = None  # of no known kind, on the device, at the end
+    other: int | None = None  # bytes of no known kind, on the device, at the end
     reserved: int | None = None  # taken from the device by the allocator, in use or not, at the end
     peak: int | None = None
     activations: int | None = None  # the most that passes took beyond what was allocated before or after them, with the head's share
     head: int | None = None  # the head's largest temporaries, by its own count
+
+    def most(self, other: Reading) -> Reading:
+        """The larger of each number, as of two workers."""
+        names = ("other", "reserved", "peak", "activations", "head")
+        found = {name: larger(getattr(self, name), getattr(other, name)) for name in names}
+        return Reading(self.held.most(other.held), **found)
 
     def numbers(self) -> dict[str, int | None]:
         on_host = sum(self.held.host.values()) if self.peak is not None else None
@@ -90,7 +96,7 @@ class Account:
         self._peak = self._peak_reserved = self._reserved = 0
         self._spans: list[Span] = []  # open, the innermost last
         self._phases: list[Reading] = []  # one for each open phase, the innermost last
-        self._readings: dict[str, Reading] = {}  # of phases that ended since the last `take`
+        self._readings: dict[str, Reading] = {}  # for phases that ended since the last `take`
 
     def held(self) -> HeldBytes:
         """Bytes of the tensors that exist now, each storage once."""
@@ -112,6 +118,11 @@ class Account:
         """The most memory that was ever allocated on the device; None on a CPU."""
         self._mark()
         return self._peak if self._counted else None
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device; 0 on a CPU."""
+        return torch.cuda.mem_get_info(self.device)[1] if self._counted else 0
 
     @property
     def peak_reserved_bytes(self) -> int | None:

@@ -64,11 +64,11 @@ class Route:
 
     def sort(self, rows: torch.Tensor, choices: int | None = None) -> torch.Tensor:
         """Rows in the order of experts. With `choices`, from the rows of tokens, each of which has so many choices."""
-        return _Gather.apply(rows, self.order, self.places, choices)
+        return _Reorder.apply(rows, self.order, self.places, choices)
 
     def unsort(self, rows: torch.Tensor) -> torch.Tensor:
         """Sorted rows in the order of choices."""
-        return _Gather.apply(rows, self.places, self.order, None)
+        return _Reorder.apply(rows, self.places, self.order, None)
 
     def masked(self, rows: torch.Tensor) -> torch.Tensor:
         """Sorted rows, with zeros where there is no expert."""
@@ -229,7 +229,7 @@ def type_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class _Gather(torch.autograd.Function):
+class _Reorder(torch.autograd.Function):
     """Rows in the order of `index`, whose inverse permutation is `inverse`. With `choices`, each row is read for that many choices: rows
     [T, width] -> [T * choices, width]. The gradient of reading by index would be a scattered addition; with the inverse it is another read:
     faster, and always in the same order."""

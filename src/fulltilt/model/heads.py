@@ -84,7 +84,7 @@ def token_logprobs(
     hidden: torch.Tensor,  # [R, width]
     head: Head,
     targets: torch.Tensor,  # int64 [R]
-    temperature: float,  # of the sampling
+    temperature: float,  # with which samples were drawn
     options: HeadOptions = HeadOptions(),  # noqa: B008 (frozen)
     entropy: Entropy = "gradient",
 ) -> tuple[torch.Tensor, Any]:

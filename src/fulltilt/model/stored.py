@@ -169,7 +169,7 @@ class Computed(Recipe):
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    place: int | None = None  # of several results
+    place: int | None = None  # which of several results it is; None: there is one
 
     def copy_into(self, target: torch.Tensor, box: Box) -> None:
         found = self.func(*map(with_numbers, self.args), **{name: with_numbers(each) for name, each in self.kwargs.items()})
@@ -249,7 +249,7 @@ def tensors_of_safetensors(file: str) -> dict[str, StoredTensor]:
 def tensors_of_pickle(file: str) -> dict[str, StoredTensor]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:  # of the format before torch 1.6
+    except RuntimeError as error:  # the file is in the format of torch before 1.6
         raise NotSliceable(f"{file} has a format that cannot be mapped into memory") from error
     return {
         name: StoredTensor.of(torch.empty_like(own, device="meta"), InFile(lambda own=own: own))  # type: ignore[misc]

@@ -49,7 +49,7 @@ class Opening:
 
     project: str
     name: str
-    folder: Path  # of the run, absolute
+    folder: Path  # the run's, absolute
     settings: Mapping[str, Any]  # every dotted key of the configuration
     step: int  # the step of the checkpoint that the run resumes from; 0: whatever was logged before belongs to another run
     known: str | None  # the id by which the logger knows the run that is resumed
@@ -430,7 +430,7 @@ class _Worker(threading.Thread):
                     logger.log(line["step"], _numbers(line))
             while (job := self._jobs.get()) is not None:
                 job(logger)
-        except BaseException as error:  # of any kind: nothing above this thread would see it
+        except BaseException as error:  # nothing above this thread would see it, whatever its kind
             self.failure = error
         self.opened.set()
 

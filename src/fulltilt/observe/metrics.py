@@ -317,8 +317,8 @@ class RowSums:
     values: Spread = field(default_factory=Spread)
     returns: Spread = field(default_factory=Spread)
     residuals: Spread = field(default_factory=Spread)  # returns - values
-    rejected: Spread = field(default_factory=Spread)  # of each row's tokens, the number that was rejected
-    considered: Spread = field(default_factory=Spread)  # of each row, the tokens of which some may have been rejected
+    rejected: Spread = field(default_factory=Spread)  # number of tokens of each row that were rejected
+    considered: Spread = field(default_factory=Spread)  # number of tokens of each row that could have been rejected
     touched: Spread = field(default_factory=Spread)  # 1 for each row that has lost a token
 
     @classmethod

@@ -85,7 +85,7 @@ class Shards:
 
     model: torch.nn.Module
     sharing: Sharing
-    types: Mapping[str, torch.dtype]  # of each parameter, before it was shared out: that of what is computed with it
+    types: Mapping[str, torch.dtype]  # by parameter: the type that is computed with, which it had before it was shared out
     units: Sequence[FSDPModule]  # the modules whose parameters become whole together, the whole model last
     apart: frozenset[str] = frozenset()  # the parameters of experts that are divided
     version: int = 0  # how many times the parameters were changed

@@ -19,7 +19,7 @@ VOCABULARY_ALIGN = 8  # rows: 16 bytes of bfloat16 logits, which matrix products
 
 
 @dataclass(frozen=True)
-class Section:
+class CutSection:
     """Consecutive rows or columns of a tensor, dealt out in equal stretches; the last one may be shorter."""
 
     length: int
@@ -40,11 +40,11 @@ class Cut:
 
         Cut.rows(8, 2)                          member 0: rows 0 to 3, member 1: rows 4 to 7
         Cut.whole(8, 2)                         both: all rows
-        Cut(0, (Section(8, 4), Section(2, 1)))  member 0: rows 0 to 3 and 8; member 1: rows 4 to 7 and 9
+        Cut(0, (CutSection(8, 4), CutSection(2, 1)))  member 0: rows 0 to 3 and 8; member 1: rows 4 to 7 and 9
     """
 
     dim: int
-    sections: tuple[Section, ...]
+    sections: tuple[CutSection, ...]
 
     @staticmethod
     def rows(length: int, size: int, dim: int = 0) -> Cut:
@@ -52,7 +52,7 @@ class Cut:
 
     @staticmethod
     def whole(length: int, size: int) -> Cut:
-        return Cut(0, (Section(length, length, size),))
+        return Cut(0, (CutSection(length, length, size),))
 
     @property
     def shared(self) -> bool:
@@ -102,15 +102,15 @@ class CutTensor:
 
     @staticmethod
     def from_json(given: Mapping[str, Any]) -> CutTensor:
-        cut = Cut(given["dim"], tuple(Section(*section) for section in given["sections"]))
+        cut = Cut(given["dim"], tuple(CutSection(*section) for section in given["sections"]))
         return CutTensor(cut, tuple(given["shape"]), given["size"])
 
 
-def even(length: int, size: int, unit: int = 1) -> Section:
+def even(length: int, size: int, unit: int = 1) -> CutSection:
     """`length` rows in units of `unit`, the same number for each member. Fewer units than members are duplicated."""
     units = length // unit
     assert length % unit == 0 and (units % size == 0 or size % units == 0), f"{length} rows in units of {unit} for {size} members"
-    return Section(length, length // size) if units % size == 0 else Section(length, unit, size // units)
+    return CutSection(length, length // size) if units % size == 0 else CutSection(length, unit, size // units)
 
 
 def vocabulary_rows(vocabulary: int, size: int) -> int:

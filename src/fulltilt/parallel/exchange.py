@@ -22,7 +22,7 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class PartTransfer:
     """How the members of a group hold a model in parts, and which part of it a worker needs. This class: all have it whole, and need it
     so."""
 
@@ -31,14 +31,14 @@ class Division:
     wanted: Mapping[str, Cut] | None = None  # how the members of another group need them; None: whole
     place: int = 0  # this worker's among these
 
-    def overlaps(self, name: str, whole: Sequence[int], rank: int) -> list[list[Overlap]]:
+    def overlaps(self, name: str, whole: Sequence[int], rank: int) -> list[list[CommonRange]]:
         """Of each dimension of a parameter, what this worker needs of a member's part."""
         held = ranges_of(self.cuts[name] if self.cuts else None, whole, rank)
         wanted = ranges_of(self.wanted[name] if self.wanted else None, whole, self.place)
         return [list(overlaps(*each)) for each in zip(held, wanted, strict=True)]
 
 
-WHOLE = Division()
+WHOLE = PartTransfer()
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
     def __init__(
         self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
         own: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None,
-        division: Division = WHOLE, whole: Mapping[str, tuple[int, ...]] | None = None, memory: torch.Tensor | None = None,
+        division: PartTransfer = WHOLE, whole: Mapping[str, tuple[int, ...]] | None = None, memory: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.shards, self.parts, width = ranks, division.ranks, layout.in_a_round(dtype.itemsize)
         assert (layout.workers, layout.parts) == (ranks.size, self.parts.size)
@@ -85,17 +85,17 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class CommonRange:
     """Neighbouring rows, or columns, that a tensor has in common with another one."""
 
     here: int  # the first of them, counted in the one
     there: int  # and in the other
     length: int
 
-    def clip(self, own: range) -> Overlap | None:
+    def clip(self, own: range) -> CommonRange | None:
         """What of it lies between two rows of the one."""
         start, stop = max(self.here, own.start), min(self.here + self.length, own.stop)
-        return Overlap(start, self.there + start - self.here, stop - start) if start < stop else None
+        return CommonRange(start, self.there + start - self.here, stop - start) if start < stop else None
 
 
 def ranges_of(cut: Cut | None, whole: Sequence[int], rank: int) -> list[list[range]]:
@@ -103,7 +103,7 @@ def ranges_of(cut: Cut | None, whole: Sequence[int], rank: int) -> list[list[ran
     return [cut.parts(rank) if cut and cut.dim == dim else [range(length)] for dim, length in enumerate(whole)]
 
 
-def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[Overlap]:
+def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[CommonRange]:
     """What two tensors have in common, which consist of ranges of a third one."""
     here = 0
     for own in held:
@@ -111,12 +111,14 @@ def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[Overlap
         for other in wanted:
             start, stop = max(own.start, other.start), min(own.stop, other.stop)
             if start < stop:
-                yield Overlap(here + start - own.start, there + start - other.start, stop - start)
+                yield CommonRange(here + start - own.start, there + start - other.start, stop - start)
             there += len(other)
         here += len(own)
 
 
-def spread(numbers: torch.Tensor, first: int, shape: Sequence[int], common: Sequence[Sequence[Overlap]], target: torch.Tensor) -> Copies:
+def spread(
+    numbers: torch.Tensor, first: int, shape: Sequence[int], common: Sequence[Sequence[CommonRange]], target: torch.Tensor
+) -> Copies:
     """Copies to a tensor from a row of numbers for each worker that has a range of a part's rows, equally many, but the last ones fewer or
     none. `numbers` begin with the `first`-th one of each worker; `shape`: that of the part; `common`: of each dimension, what the tensor
     has of the part."""
@@ -141,7 +143,7 @@ def spread(numbers: torch.Tensor, first: int, shape: Sequence[int], common: Sequ
     return found
 
 
-def spread_rows(source: torch.Tensor, own: range, each: int, common: Overlap, target: torch.Tensor) -> Copies:
+def spread_rows(source: torch.Tensor, own: range, each: int, common: CommonRange, target: torch.Tensor) -> Copies:
     """Copies of rows, of which `source` [workers, rows, ...] has the same range of each worker's `each`, as far as the tensor has them.
     Workers all of whose rows it has are one copy."""
     begin, end, found = common.here, common.here + common.length, Copies()

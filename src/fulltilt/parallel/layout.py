@@ -115,7 +115,7 @@ class RowLayout:
 
     shapes: Mapping[str, tuple[int, ...]]
     workers: int
-    parts: int = 1  # of each parameter, all as large as `shapes` or smaller, each of which so many workers share out
+    parts: int = 1  # into which each parameter is cut, all as large as `shapes` or smaller; `workers` share out each of them
 
     def width(self, name: str) -> int:
         """Numbers of the parameter that the first worker has."""

@@ -17,7 +17,7 @@ import torch
 
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.cuts import CutTensor
-from fulltilt.parallel.exchange import Copies, Division, Exchange, copy_all, spread
+from fulltilt.parallel.exchange import Copies, Exchange, PartTransfer, copy_all, spread
 from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.slices import SliceTable, join
@@ -84,11 +84,12 @@ def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None
 
 @torch.no_grad()
 def gather_whole(part: ModelPart, name: str, own: torch.Tensor, *, wanted: bool = True) -> torch.Tensor | None:
-    """A whole parameter from the parts of all workers; None where it is not wanted."""
+    """A whole parameter from the parts of all workers; None where it is not wanted. Parts in main memory pass through the device, which the
+    workers' collectives need."""
     ranks, cut = part.ranks, part.table.cuts[name]
     shapes = [cut.shape(part.whole[name], rank) for rank in range(ranks.size)]
     counts = [math.prod(shape) for shape in shapes]
-    memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=own.device)
+    memory = torch.zeros(ranks.size * max(counts), dtype=own.dtype, device=part.device)
     ranks.own(memory)[: own.numel()] = own.reshape(-1)
     ranks.gather(memory)
     rows = zip(memory.view(ranks.size, -1), counts, shapes, strict=True)
@@ -116,7 +117,7 @@ class RolloutCopy:
         self.model, self.target = model, target
         self._latest: Callable[[], int] = lambda: 0
         self._exchanges: list[Exchange] = []
-        self._copies: Copies = []  # of parameters that every worker has whole
+        self._copies: Copies = []  # for parameters that every worker has whole
         self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.version = 0
 
@@ -133,10 +134,12 @@ class RolloutCopy:
         for name in learning:
             cut, apart = part is not None and not part.is_whole(name), shards is not None and name in shards.apart
             kinds.setdefault((targets[name].dtype, cut, apart), []).append(name)
-        made: list[tuple[RowLayout, Ranks, torch.dtype, Division]] = []
+        made: list[tuple[RowLayout, Ranks, torch.dtype, PartTransfer]] = []
         self._copies = []
         for (dtype, cut, _), names in kinds.items():
-            division = Division(part.ranks, part.table.cuts, wanted, place) if part and cut else Division(wanted=wanted, place=place)
+            division = (
+                PartTransfer(part.ranks, part.table.cuts, wanted, place) if part and cut else PartTransfer(wanted=wanted, place=place)
+            )
             group = shards.group_of(names[0]) if shards else ALONE
             shapes = {name: division.cuts[name].shape(whole[name], 0) if division.cuts else whole[name] for name in names}
             layout = RowLayout(shapes, group.size, division.ranks.size)

@@ -33,7 +33,7 @@ class Ranks:
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: this worker is alone
     beside: int = 1  # workers on this machine, this one included
-    sharing: int = 1  # of them, workers that use this worker's device
+    sharing: int = 1  # workers that use this worker's device
     moved: Counter[str] = field(default_factory=no_bytes)  # bytes of this worker's tensors in collectives, by kind
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
@@ -131,6 +131,20 @@ class Ranks:
     def most(self, number: int, device: torch.device) -> int:
         """The largest of all workers' numbers."""
         return -self.least(-number, device)
+
+    def on_host(self) -> Ranks:
+        """The same workers, for `most_of_each`. They must call it at the same time."""
+        if self.group is None or dist.get_backend(self.group) == "gloo":
+            return self
+        group = dist.new_group(self.numbers, backend="gloo", timeout=self.deadline, use_local_synchronization=True)
+        return replace(self, group=group)
+
+    def most_of_each(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all workers' numbers at each place. They go through main memory, and no device waits; their bytes do not count."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if not self.alone:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return [int(each) for each in found]
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         self.moved[kind] += tensor.nbytes

@@ -26,7 +26,7 @@ from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.experts import has_interface, projections
 from fulltilt.model.load import shape_of
 from fulltilt.model.scalar import ScalarModel, decoder_layers
-from fulltilt.parallel.cuts import Cut, Section, even, expert_counts, require_legal, require_legal_experts, vocabulary_rows
+from fulltilt.parallel.cuts import Cut, CutSection, even, expert_counts, require_legal, require_legal_experts, vocabulary_rows
 
 KEY, EXPERTS_KEY = "train.tensor_parallel", "train.expert_parallel"
 REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
@@ -96,7 +96,7 @@ def cut_of(
     owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     short, block = lora.plain_name(name).split(".")[-2], blocks.get(owner)
     if owner in embeddings_of(model):
-        return Cut(0, (Section(len(parameter), vocabulary_rows(len(parameter), size)),))
+        return Cut(0, (CutSection(len(parameter), vocabulary_rows(len(parameter), size)),))
     if has_interface(owner):
         cut = whole_expert_cut if whole_experts else expert_cut
         return cut(owner, name, leaf, parameter, size)
@@ -114,7 +114,7 @@ def cut_of(
     raise refusal(name, owner)
 
 
-def row_sections(block: Any, name: str, layer: Any, short: str, size: int) -> tuple[Section, ...]:
+def row_sections(block: Any, name: str, layer: Any, short: str, size: int) -> tuple[CutSection, ...]:
     """The sections of a projection of the block that is cut by rows."""
     rows = layer.out_features
     if short in ("gate_proj", "up_proj"):

@@ -50,7 +50,7 @@ from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.fuse import STATE
 from fulltilt.model.heads import VOCABULARY_PART
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.cuts import Section, vocabulary_rows
+from fulltilt.parallel.cuts import CutSection, vocabulary_rows
 from fulltilt.parallel.experts import OwnExperts, hand_over
 from fulltilt.parallel.layout import EXCHANGE_BYTES
 from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
@@ -330,7 +330,7 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     ranks, exchange, body = found.ranks, found.exchange, body_of(model)
     embeddings: list[Any] = embeddings_of(model)
     first = embeddings[0]
-    rows = [Section(len(layer.weight), vocabulary_rows(len(layer.weight), ranks.size)).part(ranks.rank) for layer in embeddings]
+    rows = [CutSection(len(layer.weight), vocabulary_rows(len(layer.weight), ranks.size)).part(ranks.rank) for layer in embeddings]
     if first.padding_idx is not None:
         first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
     first.forward = MethodType(embed_own(exchange, rows[0]), first)

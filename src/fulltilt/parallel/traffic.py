@@ -22,10 +22,11 @@ from typing import Any, Literal
 from fulltilt.parallel.entries import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
 from fulltilt.parallel.holdings import gathered_layouts
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
-from fulltilt.shape import DecoderLayer, Experts, Recompute, Shape
+from fulltilt.shape import DecoderLayer, Experts, LayerDivision, Recompute, Shape
 
 Reads = Literal["value", "logprob", "entropy"]  # what a pass reads of a token: a critic's number, the log-prob, or that and the entropy
 NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parameter whether it has a gradient
+FAILED = 8  # bytes of what says whether a worker has run out of memory
 ROW_COUNT = 4  # bytes of a number of rows that go to an expert
 PASSES = 8  # bytes of a number of passes that workers agree on, where all must make as many
 COLUMNS, ROUTER = ("o_proj", "down_proj"), "shared_expert_gate"  # projections that tensor parallelism cuts by columns, or leaves whole
@@ -55,18 +56,24 @@ class Stream:
     def results(self) -> int:
         return sum(map(len, self.read))
 
+    def part(self, size: int, rank: int) -> Stream:
+        """The part of a worker, where `size` of them have one each."""
+        each = padded(self.tokens, size) // size
+        own = range(rank * each, (rank + 1) * each)
+        found = (range(max(places.start, own.start) - own.start, min(places.stop, own.stop) - own.start) for places in self.read)
+        return Stream(each, [places for places in found if places])
+
     def most_results(self, size: int) -> int:
         """How many results are read of the part that has most, where `size` workers have a part of the tokens each."""
-        each = padded(self.tokens, size) // size
-        return max(sum(overlap(places, rank * each, (rank + 1) * each) for places in self.read) for rank in range(size))
+        return max(self.part(size, rank).results for rank in range(size))
 
 
 FILLER = Stream(2, (range(1),))  # what a worker runs that has fewer micro-batches than others, where all must run as many
 
 
 @dataclass(frozen=True)
-class SequenceWork:
-    """The micro-batches of a role that groups of workers share (parallel/sequence.py), without fillers."""
+class GroupWork:
+    """The micro-batches of a role that groups of workers compute together, without fillers."""
 
     shape: Shape
     size: int  # workers of a group
@@ -77,16 +84,16 @@ class SequenceWork:
 
 
 @dataclass(frozen=True)
-class TensorWork:
-    """The micro-batches of a role whose layers are divided among groups of members (parallel/tensor.py), without fillers."""
+class SequenceWork(GroupWork):
+    """Groups share the tokens of a micro-batch (parallel/sequence.py)."""
 
-    shape: Shape
-    size: int  # members of a group
-    updates: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all optimizer steps
-    scored: Sequence[Sequence[Stream]] = ()  # the streams of each group, in all phases without gradient
-    reads: Reads = "entropy"  # in updates; "value" for a critic
+
+@dataclass(frozen=True)
+class TensorWork(GroupWork):
+    """Groups divide layers (parallel/tensor.py). Where several such groups share the tokens of a micro-batch, both kinds of work are given,
+    with the same streams."""
+
     learns: Literal["all", "adapters"] = "all"  # parameters that have a gradient
-    recompute: Recompute = field(default_factory=Recompute)
     duplicated: int = 0  # numbers that learn of which several members hold the same rows, but not all members (`duplicated_rows`)
 
 
@@ -103,8 +110,8 @@ class ExpertWork:
     """The micro-batches of a role whose experts are divided among groups of workers (parallel/experts.py), without fillers."""
 
     shape: Shape
-    updates: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all optimizer steps
-    scored: Sequence[Sequence[ExpertPass]] = ()  # of each worker, in all phases without gradient
+    updates: Sequence[Sequence[ExpertPass]] = ()  # for each worker, those in all optimizer steps
+    scored: Sequence[Sequence[ExpertPass]] = ()  # for each worker, those in all phases without gradient
     recompute: Recompute = field(default_factory=Recompute)
 
 
@@ -135,7 +142,7 @@ class Trip:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """Rows that go to the workers that compute with them, for one phase."""
 
     trips: Sequence[Trip]
@@ -148,7 +155,7 @@ class RowTraffic:
     """What goes between workers that hold rows, in a step."""
 
     workers: int  # all of the run
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[RowExchange]
     sums: int = 0  # sums over all workers: whitening takes WHITENING of them, unless all numbers are equal
 
     @property
@@ -170,8 +177,11 @@ def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | No
     """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines."""
     found: Counter[str] = Counter()
     for role in roles:
-        found += of_parameters(role, sharding) + of_steps(role, sharding) + of_sync(role, sharding)
-    streams = [sum((of_passes(role, sharding, rank) for role in roles), Counter[str]()) for rank in range(sharding.workers)]
+        found += of_parameters(role, sharding) + of_sync(role, sharding)
+    streams = [
+        sum((of_passes(role, sharding, rank) + of_steps(role, sharding, rank) for role in roles), Counter[str]())
+        for rank in range(sharding.workers)
+    ]
     parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
     apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
     kinds = sorted({kind for own in apart for kind in own})
@@ -190,18 +200,21 @@ def of_parameters(role: RoleWork, sharding: Sharding) -> Counter[str]:
     return of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
 
 
-def of_steps(role: RoleWork, sharding: Sharding) -> Counter[str]:
+def of_steps(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
     """What all workers agree on: in an optimizer step the norm of the gradient, and gradients of numbers that several members of a group
-    hold; where passes wait for other workers, how many there are."""
+    hold, of which a worker may have more rows than another; where passes wait for other workers, how many there are; elsewhere, whether a
+    worker has run out of memory."""
     members = role.tensor.size if role.tensor else 1
     if sharding.workers * members == 1:
         return Counter()
     waits = sharding.parameters or role.experts is not None
     found = role.batches * NORM + (role.batches + len(role.scored)) * PASSES * waits
+    found += role.batches * FAILED * (not waits and not role.tensor)
     if role.tensor:
         rows, shared = lay_out_rows(role.sizes, sharding.group), role.tensor.duplicated * max(4, role.itemsize)
         for place, own in learning(role.sizes):
-            shared += (0 if own.divided else rows.width(str(place)) if sharding.parameters else own.count) * own.wide
+            stretch = rows.own(str(place), rank % sharding.group)
+            shared += (0 if own.divided else stretch.stop - stretch.start if sharding.parameters else own.count) * own.wide
         found += role.batches * shared
     return Counter({"all-reduce": found})
 
@@ -251,20 +264,21 @@ def of_passes(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
     """What a worker moves in passes over streams that its group shares, or whose tokens go to the experts of others. Where parameters are
     shared out, and for experts, those with fewer micro-batches than others run fillers."""
     sequence, tensor, experts, found = role.sequence, role.tensor, role.experts, Counter[str]()
-    assert not (sequence and tensor), "passes of groups that share micro-batches and layers are not predicted"
-    if sequence and sequence.size > 1:
+    sharing, members = sequence.size if sequence else 1, tensor.size if tensor else 1
 
-        def share(stream: Stream, reads: Reads, learns: bool) -> Counter[str]:
-            return ulysses_pass(sequence.shape, sequence.size, role.itemsize, stream, reads, learns=learns, recompute=sequence.recompute)
-
-        found += of_streams(role, sharding, sequence, rank // sequence.size, share)
-    if tensor:
-
-        def divide(stream: Stream, reads: Reads, learns: bool) -> Counter[str]:
+    def of_pass(stream: Stream, reads: Reads, learns: bool) -> Counter[str]:
+        moved = Counter[str]()
+        if sequence and sharing > 1:  # each member has its own heads of the tokens
+            shape = replace(sequence.shape, layers=tuple(map(LayerDivision(members).own, sequence.shape.layers)))
+            moved += ulysses_pass(shape, sharing, role.itemsize, stream, reads, learns=learns, recompute=sequence.recompute)
+        if tensor:
             kind: Literal["all", "adapters", "none"] = tensor.learns if learns else "none"
-            return tensor_pass(tensor.shape, tensor.size, role.itemsize, stream, reads, learns=kind, recompute=tensor.recompute)
+            part = stream.part(sharing, rank % sharing) if sharing > 1 else stream
+            moved += tensor_pass(tensor.shape, members, role.itemsize, part, reads, learns=kind, recompute=tensor.recompute)
+        return moved
 
-        found += of_streams(role, sharding, tensor, rank, divide)
+    if work := tensor or sequence:
+        found += of_streams(role, sharding, work, rank // sharing, of_pass)
     if experts:
         for given, count, learns in ((experts.updates, role.passes, True), (experts.scored, sum(role.scored), False)):
             own = list(given[rank]) if given else []
@@ -274,7 +288,7 @@ def of_passes(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
 
 
 def of_streams(
-    role: RoleWork, sharding: Sharding, work: SequenceWork | TensorWork, group: int, of_pass: Callable[[Stream, Reads, bool], Counter[str]]
+    role: RoleWork, sharding: Sharding, work: GroupWork, group: int, of_pass: Callable[[Stream, Reads, bool], Counter[str]]
 ) -> Counter[str]:
     """The passes of a group, with its fillers."""
     found, plain = Counter[str](), "value" if work.reads == "value" else "logprob"
@@ -409,7 +423,3 @@ def sent_bytes(moved: Mapping[str, int], workers: int) -> float:
     """The fewest bytes that each worker can send, and receive, in such collectives: of what it has for the others, or needs from them,
     everything once; for an all-reduce twice."""
     return (workers - 1) / workers * sum((2 if kind == "all-reduce" else 1) * count for kind, count in moved.items())
-
-
-def overlap(places: range, start: int, end: int) -> int:
-    return max(0, min(places.stop, end) - max(places.start, start))

@@ -16,7 +16,7 @@ from fulltilt import knobs
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs import measure
 from fulltilt.proofs.measure import Measurement
-from fulltilt.proofs.setup import TWO_NODES, ProofSetup, Settings, StepKey, StepKind, Table, step_key
+from fulltilt.proofs.setup import TWO_NODES, ProofSetup, Settings, StepKey, StepKind, TableSetting, step_key
 
 # Passes of each role through its model, and whether they are part of an update.
 PASSES = (
@@ -152,7 +152,7 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     on_cpu: Settings = {} if setup.device.type == "cpu" else {"run.device": "cpu", "model.dtype": "float64"}
     nodes: Settings = {"cluster.nodes": 2, "cluster.address": TWO_NODES}
     yield ProofCase("cluster.nodes", "sft", measure.WORKERS, {}, nodes, {**alone, **on_cpu}, "more")
-    apart: Settings = {"cluster.workers": 2, "cluster.roles": Table(critic=1)}
+    apart: Settings = {"cluster.workers": 2, "cluster.roles": TableSetting(critic=1)}
     yield ProofCase("cluster.roles", "critic", measure.OWN_WORKERS, {"cluster.workers": 1}, apart, change="from zero")
     two: Settings = {**each, "cluster.workers": 2}
     yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both=two)

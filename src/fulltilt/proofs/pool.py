@@ -60,7 +60,7 @@ class Pool:
         self.size = 1  # processes to start when the first are needed; more, if a step needs more
         self._processes: Processes | None = None
 
-    def start(self, order: WorkerOrder, device: torch.device, size: int) -> Team:
+    def start(self, order: WorkerOrder, device: torch.device, size: int) -> PoolWorkers:
         """What `start_processes` does for a run, in the first processes of the pool."""
         if self._processes and (self._processes.closed or self._processes.size < size):
             self.close()
@@ -68,7 +68,7 @@ class Pool:
             numbers = range(max(size, self.size))
             self._processes = Processes(numbers, MEMBER, environment=own_interface(), on_stall=report_stall)
         services, options = services_here(order, device, size)
-        return Team(self._processes, services, kept=options["kept"])
+        return PoolWorkers(self._processes, services, kept=options["kept"])
 
     def close(self) -> None:
         if self._processes:
@@ -76,7 +76,7 @@ class Pool:
             self._processes = None
 
 
-class Team:
+class PoolWorkers:
     """The workers of a step, as its hosts."""
 
     worker = None

@@ -45,7 +45,7 @@ class CannotBeShown(Exception):
     """This machine lacks what a step needs."""
 
 
-class Table(dict[str, int]):
+class TableSetting(dict[str, int]):
     """The value of a setting that is a table, and not changed: it is part of a step's key."""
 
     def __hash__(self) -> int:  # type: ignore[override]

@@ -34,7 +34,7 @@ from fulltilt.records import Group, Prompt, Sample, Score, UserError
 from fulltilt.reward import confine
 from fulltilt.reward.calls import RewardCall
 from fulltilt.reward.dispatch import Dispatcher
-from fulltilt.reward.process import Outcome
+from fulltilt.reward.process import CallOutcome
 from fulltilt.reward.sums import Component, Sums, combine
 from fulltilt.reward.worker import Request
 from fulltilt.schema import RewardConfig
@@ -252,7 +252,7 @@ class RewardPool:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _done(self, call: RewardCall, outcome: Outcome) -> None:
+    def _done(self, call: RewardCall, outcome: CallOutcome) -> None:
         """One call has ended."""
         name = self._sums.names[call.request.function]
         if outcome.failure == "mistake":
@@ -279,7 +279,7 @@ class RewardPool:
             if not group.left:
                 self._changed.notify_all()
 
-    def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
+    def _write_error(self, call: RewardCall, outcome: CallOutcome, message: str) -> None:
         if self._errors_file is None and self._errors_kept is None:
             return
         line = {
@@ -315,7 +315,7 @@ def _plausible(ground_truth: Any) -> str:
     return str(ground_truth) if isinstance(ground_truth, (str, int, float)) else ""
 
 
-def _mistake(name: str, call: RewardCall, outcome: Outcome) -> UserError:
+def _mistake(name: str, call: RewardCall, outcome: CallOutcome) -> UserError:
     begins = shortened(call.request.texts[outcome.sample], TEXT_SHOWN)
     return UserError(
         f"reward function {name!r} returned {outcome.message} for a sample of data source {call.group.prompt.data_source!r} that begins "

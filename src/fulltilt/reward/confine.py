@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # numbers of Landlock's system calls, the same everywhere
-NUMBERS = {  # of other system calls, for x86_64 and aarch64
+NUMBERS = {  # numbers of other system calls, for x86_64 and aarch64
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "process_vm_writev": (311, 271), "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),

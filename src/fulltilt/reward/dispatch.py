@@ -1,6 +1,6 @@
 """Threads that hand calls to worker processes, one thread for each process.
 
-Calls enter by `put`, from any thread; each leaves exactly once through `done`, on one of the threads, with its `Outcome`. Guaranteed:
+Calls enter by `put`, from any thread; each leaves exactly once through `done`, on one of the threads, with its `CallOutcome`. Guaranteed:
 - a process that ends, or is killed at a deadline, loses only the call that was running; its other calls are handed out again;
 - a call that crashes or runs out of memory in a process in which others had run before is tried once more in a fresh process, so that
   its outcome does not depend on those others;
@@ -29,7 +29,7 @@ from fulltilt.reward import confine, functions
 from fulltilt.reward.calls import CallQueue, RewardCall
 from fulltilt.reward.environment import make_environment
 from fulltilt.reward.overlap import Overlap
-from fulltilt.reward.process import Guard, Loaded, Outcome, StartFailed, WorkerProcess
+from fulltilt.reward.process import CallOutcome, Guard, Loaded, StartFailed, WorkerProcess
 from fulltilt.reward.worker import Setup
 from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCode, UserCodeError
@@ -49,7 +49,7 @@ class Dispatcher:
         self,
         config: RewardConfig,
         names: Sequence[str],
-        done: Callable[[RewardCall, Outcome], None],
+        done: Callable[[RewardCall, CallOutcome], None],
         failed: Callable[[BaseException], None],
         run_dir: Path | None = None,
     ) -> None:
@@ -231,7 +231,7 @@ class Dispatcher:
         limit = ASYNC_CALLS_AT_ONCE if self._config.concurrency == "auto" else self._config.concurrency
         Overlap(process, self._async_calls, limit, self._config.timeout_s, GRACE_S, self._end).run()
 
-    def _end(self, call: RewardCall, outcome: Outcome) -> None:
+    def _end(self, call: RewardCall, outcome: CallOutcome) -> None:
         """One try of a call has ended."""
         if self._closing.is_set():
             return

@@ -1,6 +1,6 @@
 """Calls of asynchronous functions: many in flight at once, in one process with one event loop.
 
-Enters: a process that has loaded the functions, and the queue of their calls. Each call leaves through `end` with its `Outcome`, in the
+Enters: a process that has loaded the functions, and the queue of their calls. Each call leaves through `end` with its `CallOutcome`, in the
 order in which they end. Guaranteed: at most `limit` calls are in flight. A call's deadline counts from the moment the process begins it.
 Past it, the process cancels the call and continues; if the call ignores that for `grace_s`, the process is replaced once the others have
 ended; if it blocks the event loop, at once, and the others are handed out again. Where several calls may be the cause of a process's end,
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from fulltilt.reward.calls import CallQueue, RewardCall
-from fulltilt.reward.process import FORGED, Outcome, ProcessLost, WorkerProcess, late
+from fulltilt.reward.process import FORGED, CallOutcome, ProcessLost, WorkerProcess, late
 
 LOOK_S = 0.05  # how often new calls are looked for while others are in flight
 
@@ -37,7 +37,7 @@ class Overlap:
         limit: int,
         timeout_s: float,
         grace_s: float,
-        end: Callable[[RewardCall, Outcome], None],
+        end: Callable[[RewardCall, CallOutcome], None],
     ) -> None:
         self._process = process
         self._queue = queue
@@ -57,7 +57,7 @@ class Overlap:
                     return
         except ProcessLost as lost:
             did, wrote = lost.args
-            self._blame(Outcome(failure="crash", message=did, detail=wrote))
+            self._blame(CallOutcome(failure="crash", message=did, detail=wrote))
         except TimeoutError:
             self._blame(late(self._timeout_s))
 
@@ -100,7 +100,7 @@ class Overlap:
         self._heard = time.monotonic()
         self._flying[request] = replace(flight, begun=self._heard)
 
-    def _finish(self, outcome: Outcome) -> bool:
+    def _finish(self, outcome: CallOutcome) -> bool:
         """Whether the process continues."""
         flight = self._flying.pop(outcome.id, None)
         if flight is None or not outcome.answers(flight.call.request):
@@ -117,7 +117,7 @@ class Overlap:
         self._queue.put_back([other.again(alone=other.call.repeats > 0) for other in self._flying.values()])
         return False
 
-    def _blame(self, outcome: Outcome) -> None:
+    def _blame(self, outcome: CallOutcome) -> None:
         """The process has ended or hangs. The calls that it has begun may be the cause, or, if there are none, all."""
         begun = [flight for flight in self._flying.values() if flight.begun]
         suspects = begun or list(self._flying.values())

@@ -1,6 +1,6 @@
 """One worker process as the trainer sees it: started, given requests, killed with everything it started. One thread uses it.
 
-Enters: the setup, then requests. Leaves: one `Outcome` for each request, in order, whatever the process does. Guaranteed: nothing waits
+Enters: the setup, then requests. Leaves: one `CallOutcome` for each request, in order, whatever the process does. Guaranteed: nothing waits
 without a deadline: a call has its seconds from the moment the process begins it, loading has `LOAD_S`. What the process sends is checked,
 since a user's function may have written it.
 
@@ -59,7 +59,7 @@ class ProcessLost(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """How a call ended: with scores in the order of its samples, or with a failure, whose message continues the function's name."""
 
     id: int = 0  # the request's
@@ -79,8 +79,8 @@ class Outcome:
         return self.id == request.id and complete and self.sample in range(len(request.texts))
 
 
-def late(timeout_s: float) -> Outcome:
-    return Outcome(failure="timeout", message=past_deadline(timeout_s), seconds=timeout_s, ends_process=True)
+def late(timeout_s: float) -> CallOutcome:
+    return CallOutcome(failure="timeout", message=past_deadline(timeout_s), seconds=timeout_s, ends_process=True)
 
 
 class Loaded(NamedTuple):
@@ -94,8 +94,8 @@ class Loaded(NamedTuple):
 # outcomes; of calls at once, the id of one that begins, or an outcome.
 LOADED: TypeAdapter[Loaded | str] = TypeAdapter(Loaded | str)
 BEGIN: TypeAdapter[Literal["begin"]] = TypeAdapter(Literal["begin"])
-OUTCOME = TypeAdapter(Outcome)
-EVENT: TypeAdapter[int | Outcome] = TypeAdapter(int | Outcome)
+OUTCOME = TypeAdapter(CallOutcome)
+EVENT: TypeAdapter[int | CallOutcome] = TypeAdapter(int | CallOutcome)
 
 
 class Guard:
@@ -172,7 +172,7 @@ class WorkerProcess:
         self.loaded = loaded
         return loaded
 
-    def outcomes(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Outcome]:
+    def outcomes(self, requests: Sequence[Request], timeout_s: float) -> Iterator[CallOutcome]:
         """Hands the requests over and gives their outcomes, in order. After one that ends the process, there is nothing more to ask for."""
         begun = False
         for request in requests:
@@ -188,7 +188,7 @@ class WorkerProcess:
                 outcome = replace(late(timeout_s), try_again=not begun)
             except ProcessLost as lost:
                 did, wrote = lost.args
-                outcome = Outcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self.used or not begun)
+                outcome = CallOutcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self.used or not begun)
             self.used = True
             yield outcome
 
@@ -196,7 +196,7 @@ class WorkerProcess:
         """Hands requests over. TimeoutError if the process does not take them in time."""
         self._send(pickle.dumps(requests), seconds)
 
-    def event(self, seconds: float) -> int | Outcome:
+    def event(self, seconds: float) -> int | CallOutcome:
         """Of calls at once, the next that begins or ends. TimeoutError if there is none in time, ProcessLost if there can be none."""
         return self._receive(EVENT, seconds)
 

@@ -277,7 +277,7 @@ class RewardWorker:
             self._finish(request, answer | {"blocks": call.blocks}, call.began)
 
     def _finish(self, request: Request, answer: dict[str, Any], began: float) -> bool:
-        """Sends the answer, with the fields of an `Outcome` (`process`). Whether the process must be replaced."""
+        """Sends the answer, with the fields of an `CallOutcome` (`process`). Whether the process must be replaced."""
         # What the call left behind must not reach the next.
         signal.alarm(0)
         with contextlib.suppress(OSError):

@@ -93,7 +93,7 @@ class Decoder:
         self._captured: dict[tuple[int, bool], CapturedStep] = {}
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
-        self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # of the batch
+        self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # all four belong to the batch
         obstacle = why_not_captured(model) or (self.head.part.not_captured if self.head.part else None)
         if self.graphs and obstacle is not None:
             self._give_up_graphs(obstacle)

@@ -58,6 +58,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.recorder = Recorder()
         self.listener: Listener | None = None  # told of tokens as they come, by engines that see them
+        self.halted: Callable[[], bool] | None = None  # asked before each pass whether to stop, where several engines run passes together
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
@@ -82,6 +83,13 @@ class Engine(ABC):
         """The tensors of the KV cache that it holds now."""
         return ()
 
+    def take_limits(self) -> RolloutLimits | None:
+        """Its limits now, and where memory ran out since the last call. None: it cannot go on with less."""
+        return None
+
+    def limit(self, limits: RolloutLimits) -> None:  # noqa: B027
+        """From the next call on, have no more in memory at once than this."""
+
     def stats(self) -> EngineStats:
         """Statistics of the last `generate`."""
         return self.recorder.stats
@@ -104,6 +112,16 @@ class EngineLimits:
     cuda_graphs: bool = False
     graphs_required: bool = False  # a model that no graph can hold is an error; otherwise decoding continues without graphs
     longest: int = 0  # tokens of the longest expected sample: graphs are captured for it, and again when a sample is longer
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """How much an engine has in memory at once, and what was reported each time that memory ran out and it went on with less."""
+
+    kv_blocks: int
+    max_seqs: int
+    max_batched_tokens: int
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,7 +129,7 @@ class Scheduler:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_sharing: bool = True
-    most_tokens: int = sys.maxsize  # of a response
+    most_tokens: int = sys.maxsize  # in a response
     more_come: bool = False  # whether prompts may still be added
 
     def __post_init__(self) -> None:
@@ -230,6 +230,18 @@ class Scheduler:
         for member in family.members:
             if member.finish and member.running:
                 self._leave(member)
+
+    def start_over(self) -> None:
+        """The newest pass has failed: put all running sequences back, to be finished from the tokens they have, and forget what the cache
+        holds, since the pass has not written all that it was to write. `max_seqs` and `max_batched_tokens` may change with it."""
+        for sequence in self.running:
+            sequence.running, sequence.blocks, sequence.computed = False, block_list(), 0
+            self._wait(sequence)
+        self.counts.preemptions += len(self.running)
+        self.running, self._seats, self._prefilled = [], 0, False
+        self.pool = BlockPool(self.blocks)
+        self._copies.clear()
+        self._being_written.clear()
 
     # -- which kind of pass ---------------------------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # hashed at once
-ALIGNMENT = 64  # of a copied tensor, in bytes: enough for any type
-COPY_SHARE = 0.25  # of free main memory that the copies of all workers may take, which are written while training continues
+ALIGNMENT = 64  # bytes to which copied tensors are aligned: enough for any type
+COPY_SHARE = 0.25  # share of free main memory for the copies of all workers, which are written while training continues
 
 Digests = dict[str, tuple[int, str]]  # size in bytes and sha256 of files, by their names in the checkpoint
 
@@ -118,7 +118,7 @@ class SavedPiece:
     file: Any  # an open safetensors file
     key: str
     start: int  # which of the tensor's numbers is the first
-    shape: tuple[int, ...]  # of a whole tensor its own; of a piece its length
+    shape: tuple[int, ...]  # the tensor's own shape; for a piece of one, its length
 
     @property
     def stop(self) -> int:
@@ -394,7 +394,7 @@ class CheckpointStore:
         link, new = self.folder / BEST, self.folder / f".{BEST}"
         self.best = best
         with warn_if_refused(f"the link {link} to the best checkpoint is out of date"):
-            new.unlink(missing_ok=True)  # of a killed process
+            new.unlink(missing_ok=True)  # a killed process may have left it
             if best is not None:
                 new.symlink_to(f"step-{best.step:08d}")
                 new.replace(link)

@@ -3,8 +3,9 @@
 Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
 are float32 or better whatever type the model computes in (a tied weight's two gradients are summed there too); a non-finite gradient
 changes nothing and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit, on any number of workers; a step
-that has begun to change parameters is completed, since it allocates no more memory. Masters and moments are on the device, or on the host
-and streamed through the device in buckets: the same arithmetic on the same numbers, so the same bits.
+that runs out of memory changes nothing, on any worker, since all memory that it needs is there before the first number changes. Masters and
+moments are on the device, or on the host and streamed through the device in buckets: the same arithmetic on the same numbers, so the same
+bits.
 
 In a step the gradients are summed over the workers, and each worker updates its own numbers (training/parameters.py), for which alone it
 has masters and moments.
@@ -21,6 +22,7 @@ from itertools import chain
 import torch
 from torch.optim.adamw import adamw
 
+from fulltilt.blame import is_out_of_memory
 from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent
 from fulltilt.model.arrays import is_shard
 from fulltilt.parallel.apply import Shards
@@ -32,6 +34,7 @@ from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.checkpoint import SavedTensors
 from fulltilt.training.parameters import Divided, ExpertsApart, Held, ParameterShards, WholeParameters, device_of, shaped
+from fulltilt.words import first_line
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -41,6 +44,11 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool  # the gradient was not finite
+
+
+class StepAbandoned(Exception):
+    """A worker has run out of memory, and no worker has changed anything. Gradients are not cleared. The message is what was reported, if
+    it was this worker."""
 
 
 def learning_rate(config: TrainConfig, update: int, total: int) -> float:
@@ -61,7 +69,7 @@ class Share:
     name: str
     numbers: slice  # within those of the parameter that are this worker's
     parameter: torch.Tensor
-    weights: torch.Tensor  # of the master, or of the parameter where it is its own master
+    weights: torch.Tensor  # the master's, or the parameter's where it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
 
@@ -85,8 +93,12 @@ class Optimizer:
         self.total_updates = total_updates
         self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
+        self.changing = False  # whether a step has begun to change numbers and has not ended
         self._parameters = trained(model)
         self._divided = divided
+        self.alone = ranks.alone and divided is None
+        # Where each worker's passes are its own, one that failed can still take part in the step, which all then leave out.
+        self._agreeing = None if self.alone or shards or divided else ranks
         self._held: Held
         if shards:
             self._held = ParameterShards(self._parameters, shards, divided)
@@ -108,6 +120,8 @@ class Optimizer:
         self._shares = [[self._share(part, counter()) for part in bucket] for bucket in self._states.buckets]
         for number in self._states.stream(read=(), written=(MASTER,)):
             copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
+        # The largest temporaries of `adamw` without `fused`: of one share at a time, a root and the quotient made from it.
+        self._scratch_bytes = 0 if self._fused else 2 * max((s.weights.nbytes for s in chain.from_iterable(self._shares)), default=0)
         if not offload.grads:
             self.prepare()
 
@@ -136,26 +150,49 @@ class Optimizer:
         """Clear the gradients; where they are offloaded, free their memory."""
         self._held.clear(free=self.offload.grads)
 
-    def step(self) -> StepReport:
-        """Apply the accumulated gradients of all workers, clipped, and clear them."""
+    def step(self, *, failed: bool = False) -> StepReport:
+        """Apply the accumulated gradients of all workers, clipped, and clear them. `failed`: those of this worker are not complete, because
+        it ran out of memory. Then, and if any other worker has run out of memory, `StepAbandoned` is raised."""
+        if failed and self._agreeing is None:
+            assert self.alone, "other workers would wait for this one"
+            raise StepAbandoned
         lr = learning_rate(self.config, self.updates, self.total_updates)
-        self.updates += 1
         self.prepare()
         gradients = self._held.reduced()
         norm = self._held.norm(gradients)
+        self._require_memory(failed)
+        self.updates += 1
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
-            self._held.changed()
         else:
             self.skipped += 1
         del gradients  # or their memory would outlive `zero_grad`
         self.zero_grad()
         return StepReport(grad_norm=norm, lr=lr, skipped=not math.isfinite(norm))
 
+    def _require_memory(self, failed: bool) -> None:
+        """Go on only if no worker has failed and each has the memory for the rest of the step."""
+        if self._agreeing is None:
+            return self._reserve()
+        why = ""
+        try:
+            self._reserve()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = first_line(error)
+        if self._agreeing.most(int(failed or bool(why)), self._device):
+            raise StepAbandoned(why)
+
+    def _reserve(self) -> None:
+        """Raise an out-of-memory error now if there is too little memory for what the rest of the step allocates."""
+        torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+
     @torch.no_grad()
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, lr: float) -> None:
-        """All memory is allocated before the first bucket changes anything: from then on nothing can fail."""
+        """All memory is there before the first bucket changes anything: from then on nothing can fail."""
         self._require_presence()
+        self.changing = True
         if self.config.clip_grad and norm > self.config.clip_grad:
             torch._foreach_mul_(list(gradients.values()), self.config.clip_grad / (norm + 1e-6))
         for number in self._states.stream():
@@ -163,6 +200,8 @@ class Optimizer:
             for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
                 self._adam([s for s in shares if (self._parameters[s.name].ndim >= 2) == matrices], gradients, lr, decay)
             copy_all([(s.parameter, s.weights) for s in shares if s.weights is not s.parameter])
+        self._held.changed()
+        self.changing = False
 
     def _adam(self, shares: list[Share], gradients: dict[str, torch.Tensor], lr: float, decay: float) -> None:
         beta1, beta2 = self.config.betas

@@ -74,9 +74,9 @@ class Trainer:
             self.rest()
         return marking(micro_batches, logprobs[: len(micro_batches)], self.optimizer.updates)
 
-    def apply(self) -> dict[str, float]:
-        """One optimizer step with the gradients that are there."""
-        report = self.optimizer.step()
+    def apply(self, *, failed: bool = False) -> dict[str, float]:
+        """One optimizer step with the gradients that are there. `failed`: they are not complete, because memory ran out."""
+        report = self.optimizer.step(failed=failed)
         return {
             f"{self.role.name}/grad_norm": report.grad_norm,
             f"{self.role.name}/lr": report.lr,

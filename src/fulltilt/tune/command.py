@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,15 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.records import UserError
-from fulltilt.schema import Config, uses_reward_model
+from fulltilt.schema import Config, shown
 from fulltilt.settings import preset_of
 from fulltilt.tune import description
-from fulltilt.tune.own import own_plan
-from fulltilt.tune.report import PlanReport, report_of
+from fulltilt.tune.own import longest_row
+from fulltilt.tune.report import PlanReport, report_of, report_of_own
+from fulltilt.tune.runners_up import PlannedRun
 from fulltilt.tune.shapes import named_shape
 from fulltilt.tune.tables import as_json, lines, predict, read_table
 from fulltilt.words import many
-
-# `train --check` says nothing of memory.
-REMEDY = "`fulltilt train RUN.toml` tells what it plans for the devices that it finds, before its first step"
 
 
 def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tuple[dict[str, Any], str]:
@@ -43,22 +41,59 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
 
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """A run of fulltilt."""
-    config = configuration.load(path, overrides, here=False)
+    return planned_config(configuration.load(path, overrides, here=False), hardware, shape, response)
+
+
+def planned_config(config: Config, hardware: str | None, shape: str | None = None, response: float | None = None) -> PlanReport:
     if missing := not_planned(config):
         raise UserError(f"plan: {missing}")
-    check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
-    own = own_plan(config, named_shape(shape or config.model.path), cluster_for(config, hardware), response)
-    return report_of(own.run, own.knobs, own.reasons, own.refused)
+    model = named_shape(shape or config.model.path)
+    if preset_of(config).rollout:
+        check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    else:
+        check_response(response, longest_row(config, model), "data.max_tokens")
+    return report_of_own(PlannedRun(config, model, cluster_for(config, hardware), response))
+
+
+def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[str, Any], list[str]]:
+    """The plans of several configurations of one run, as JSON and as a table: seconds of each phase, and the knobs that differ."""
+    reports: dict[str, PlanReport] = {}
+    mistakes: dict[str, str] = {}
+    for name, config in configs.items():
+        try:
+            reports[name] = planned_config(config, hardware)
+        except UserError as error:
+            mistakes[name] = str(error)
+    lines = [f"{name}: {mistake}" for name, mistake in mistakes.items()]
+    if reports:
+        cluster = next(iter(reports.values())).run.cluster
+        phases = dict.fromkeys(phase for report in reports.values() for phase in report.seconds.phases)
+        rows: dict[str, list[str]] = {"seconds a step": [f"{report.seconds.total:.1f}" for report in reports.values()]}
+        for phase in phases:
+            found = [report.seconds.phases.get(phase) for report in reports.values()]
+            rows[f"  {phase}"] = [f"{each.total:.1f}" if each else "-" for each in found]
+        rows["fits"] = ["yes" if report.fits else f"no: {report.why_not[0]}" for report in reports.values()]
+        for knob in dict.fromkeys(knob for report in reports.values() for knob in report.knobs):
+            values = [shown(report.knobs.get(knob)) for report in reports.values()]
+            if len(set(values)) > 1:
+                rows[knob] = values
+        lines.append(f"predicted for {cluster.gpus} x {cluster.gpu.name}:")
+        head = ["", *reports]
+        widths = [max(len(row[column]) for row in (head, *([name, *cells] for name, cells in rows.items()))) for column in range(len(head))]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                  for row in (head, *([name, *cells] for name, cells in rows.items()))]  # fmt: skip
+    return {
+        **{name: report.as_json() for name, report in reports.items()},
+        **{name: {"not planned": why} for name, why in mistakes.items()},
+    }, lines
 
 
 def not_planned(config: Config) -> str:
     """What the models of memory and time leave out of this run, with the remedy; empty: nothing."""
-    if config.algorithm.name == "sft":
-        return "supervised fine-tuning is not planned yet. Give a run with rollouts"
-    what = "a critic (algorithm.name or algorithm.advantage)" if preset_of(config).critic else ""
-    what = what or ("a reward model (reward.function)" if uses_reward_model(config) else "")
-    what = what or ("a role with workers of its own (cluster.roles)" if config.cluster.roles else "")
-    return what and f"{what} is not planned yet, and the figures would be too low without it. {REMEDY}"
+    engine = config.rollout.engine
+    if engine == "native" or not preset_of(config).rollout:
+        return ""
+    return f'rollout.engine = "{engine}" is not planned, and the figures would be too low. Plan with the native engine'
 
 
 def cluster_for(config: Config, hardware: str | None) -> Cluster:

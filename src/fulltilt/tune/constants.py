@@ -13,14 +13,17 @@ GIB = 1 << 30
 
 # ---- workload ----------------------------------------------------------------------------------------------------------------------------
 
-SPREAD = 0.7  # of the logarithm of response lengths: a mean of 1,000 then has a standard deviation of 800, and 1 in 1,000 has over 6,800
+# Standard deviation of the logarithm of response lengths: with a mean of 1,000 theirs is then 800, and 1 in 1,000 has over 6,800.
+SPREAD = 0.7
 
 # ---- arithmetic --------------------------------------------------------------------------------------------------------------------------
 
 TILE = 128  # a side of a matrix product as long as one tile costs twice its arithmetic: filling and draining the pipeline of a tile
-ATTENTION_SHARE = 0.6  # of what matrix products reach: FlashAttention-3's paper has 450 to 550 TFLOP/s, both passes, causal, heads of 128
-HBM_SHARE = 0.8  # of the nominal bandwidth that kernels reach which read and write once (STREAM-like copies, vendor and own measurement)
-LINK_SHARE = 0.75  # of the nominal bandwidth that large collectives reach (nccl-tests: 340 GB/s of 450 on NVLink 4)
+ATTENTION_SHARE = 0.6  # share of what products reach: FlashAttention-3's paper has 450 to 550 TFLOP/s, both passes, causal, heads of 128
+HBM_SHARE = (
+    0.8  # share of the nominal bandwidth that kernels reach which read and write once (STREAM-like copies, vendor's and own figures)
+)
+LINK_SHARE = 0.75  # share of the nominal bandwidth that large collectives reach (nccl-tests: 340 GB/s of 450 on NVLink 4)
 
 # ---- memory traffic, in times the bytes that a layer keeps (`Shape.layer_bytes`) ---------------------------------------------------------
 
@@ -80,6 +83,6 @@ COMMUNICATOR = GIB // 4  # NCCL's buffers for each kind of group
 WORKSPACE = GIB // 2  # cuBLAS, attention, and small tensors of the trainer
 ASLEEP = GIB  # what an engine keeps while it sleeps: captured graphs, workspaces, buffers
 ENGINE_WORKSPACE = 2 * GIB  # activations of a prefill pass and logits of a batch, inside the engine's share
-FRAGMENTED = 0.03  # of what the trainer holds, that its allocator cannot give back or use between phases
+FRAGMENTED = 0.03  # share of what the trainer holds that its allocator cannot give back or use between phases
 LOGIT_BYTES = 8  # bytes for each number of whole logits without gradient: bf16, fp32, and one bf16 copy for the entropy
 LOGIT_GRADIENT_BYTES = 4  # more in an update: the gradient in fp32

@@ -5,7 +5,7 @@ GPUs cannot have, and a key that is not known, are refused with the remedy.
 
     [model]                       # shape: a name of tune/shapes.py, or a folder with a config.json
     shape = "Qwen2.5-7B"
-    reference = true              # a reference model of the same size, resident
+    reference = true              # a reference model of the same size, resident; so may be critic and reward_model
     [hardware]
     gpus = "8xH100-80GB"          # or custom: flops, hbm, host_link, gpu_link, network, memory_gb
     [train]
@@ -47,7 +47,7 @@ from fulltilt.tune.shapes import named_shape
 Backend = Literal["megatron", "fsdp"]
 LAYOUT_WORDS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
-    "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
+    "usp": "sequence", "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
 }  # fmt: skip
 # Keys of a description that are fields of a `RunDescription`; [model] and [train] share them.
 OF_RUN = (
@@ -55,6 +55,7 @@ OF_RUN = (
     "offload_reference", "old_logprobs", "reference",
 )  # fmt: skip
 MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] that are about batches
+OF_MODEL: tuple[Role, ...] = ("critic", "reward_model")  # keys of [model] that add a model of the same size, laid out as the actor's
 OF_TRAIN = ("layout", "offload", "recompute", "system", *MICRO_BATCHES)
 
 
@@ -96,6 +97,7 @@ class EngineDescription:
     max_seqs: int = 1024  # samples decoded at once (verl's default)
     sleeps: bool = True  # gives its memory back while others run
     own_copy: bool = True  # False: it reads the trainer's parameters, as fulltilt's engine does
+    keeps_copy: bool = False  # its own copy stays on the GPU while it sleeps
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,22 @@ class BatchDescription:
         return max(1, -(-self.prompts // self.minibatch_prompts))
 
 
+Role = Literal["critic", "ref", "reward_model"]
+
+
+@dataclass(frozen=True)
+class RoleDescription:
+    """A model beside the actor's, on the same GPUs or on some of its own."""
+
+    role: Role
+    run: RunDescription  # its model, GPUs, layout and micro-batches, as if it were alone there; it samples nothing
+    apart: bool = False  # its GPUs are its own
+
+    @property
+    def called(self) -> str:
+        return {"critic": "critic", "ref": "reference", "reward_model": "reward model"}[self.role]
+
+
 @dataclass(frozen=True)
 class RunDescription:
     shape: Shape
@@ -149,8 +167,13 @@ class RunDescription:
     shared_reference: bool = False  # the actor without its adapters gives them: no second model is held
     offload_reference: bool = False
     fused_head: bool = False  # logits are never whole
+    kept_logits: bool = False  # but are kept until the backward pass
     fused_rope: bool = False
+    fused_kernels: bool | None = None  # norms, positions and gates are one kernel each; None: as the system has it
     entropy: bool = True  # the update computes the entropy's gradient
+    rollout: bool = True  # False: it learns from given rows
+    vocabulary_head: bool = True  # False: the model gives one number a token, as a critic does
+    others: tuple[RoleDescription, ...] = ()
     system: SystemCosts = VERL
     name: str = ""
 
@@ -170,7 +193,7 @@ class RunDescription:
     @property
     def fused_layers(self) -> bool:
         """Whether norms, positions and gates are one kernel each. FSDP runs of other systems have Hugging Face's layers."""
-        return self.backend != "fsdp" or self.system is FULLTILT
+        return (self.backend != "fsdp" or self.system is FULLTILT) if self.fused_kernels is None else self.fused_kernels
 
     @property
     def data(self) -> int:
@@ -195,12 +218,26 @@ class RunDescription:
         return replace(self.shape, layers=self.shape.layers[: -(-len(self.shape.layers) // self.layout.pipeline)])
 
     @property
+    def all_gpus(self) -> int:
+        """Those of roles that have their own, too."""
+        return self.cluster.gpus + sum(own.run.cluster.gpus for own in self.others if own.apart)
+
+    @property
     def tokens(self) -> float:
         """Prompt and response tokens of a step."""
         return self.batch.rows * self.lengths.mean
 
     def with_response(self, tokens: float) -> RunDescription:
-        return replace(self, lengths=replace(self.lengths, response=tokens))
+        others = tuple(replace(own, run=own.run.with_response(tokens)) for own in self.others)
+        return replace(self, lengths=replace(self.lengths, response=tokens), others=others)
+
+    def beside(self, role: Role, **changed: Any) -> RoleDescription:
+        """A model of that role on the same GPUs, like the actor's but for what is said."""
+        like = replace(self, others=(), rollout=False, reference=False, shared_reference=False, **changed)
+        if role == "ref":
+            return RoleDescription(role, replace(like, trained=0))
+        own = replace(like, vocabulary_head=False, entropy=False)
+        return RoleDescription(role, own if role == "critic" else replace(own, trained=0))
 
 
 # ---- TOML --------------------------------------------------------------------------------------------------------------------------------
@@ -229,8 +266,9 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
     offload = train.pop("offload", None)
     everything = ("offload_params", "offload_grads", "offload_optimizer")
     extra = dict.fromkeys(everything, bool(offload)) if offload is not None else {}
+    added: list[Role] = [role for role in OF_MODEL if model.pop(role, False)]
     try:
-        return RunDescription(
+        found = RunDescription(
             shape=named_shape(str(model.pop("shape"))),
             cluster=cluster_of(parts["hardware"]),
             lengths=Lengths(**checked(parts["lengths"], fields_of(Lengths), f"{name}: lengths")),
@@ -240,12 +278,13 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
             recompute=Recompute(train.pop("recompute", "none")),
             system={"verl": VERL, "fulltilt": FULLTILT}[train.pop("system", "verl")],
             name=name,
-            **extra | checked(train, OF_RUN, f"{name}: train", OF_TRAIN) | checked(model, OF_RUN, f"{name}: model", ("shape",)),
+            **extra | checked(train, OF_RUN, f"{name}: train", OF_TRAIN) | checked(model, OF_RUN, f"{name}: model", ("shape", *OF_MODEL)),
         )
     except UserError:  # it says what is wrong itself
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
+    return replace(found, others=tuple(found.beside(role) for role in added))
 
 
 def section_of(given: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:

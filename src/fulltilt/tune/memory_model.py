@@ -5,7 +5,8 @@ the shape, divided as the layout says; what layers keep is `Shape.kept_bytes`; w
 micro-batch by samples counts as the largest one to expect in a step, one by tokens as its budget.
 
 Phases: `rollout` (the engine is awake beside what the trainer did not offload), `sync` (new parameters enter the engine, whose cache is not
-there yet), `logprob` (passes without gradient) and `update`.
+there yet), `logprob` (passes without gradient) and `update`; with other roles also `reward`, `ref-logprob`, `values` and `update-critic`,
+beside the actor or on the fullest of the role's own GPUs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
 from fulltilt.shape import Shape
 from fulltilt.tune import constants as c
-from fulltilt.tune.description import RunDescription
+from fulltilt.tune.description import Role, RoleDescription, RunDescription
 from fulltilt.words import in_bytes
 
-Phase = Literal["rollout", "sync", "logprob", "update"]
+Phase = Literal["rollout", "sync", "reward", "logprob", "ref-logprob", "values", "update-critic", "update"]
+PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
 BF16, FP32 = 2, 4
 STATES = 3  # fp32 master and two moments
 
@@ -86,36 +88,66 @@ class MemoryModel:
 
 
 def memory_of(run: RunDescription) -> MemoryModel:
-    held, ref = held_bytes(run), reference_bytes(run)
-    stays = {
-        kind: 0 if offloaded else held[kind]
-        for kind, offloaded in zip(held, (run.offload_params, run.offload_grads, run.offload_optimizer), strict=True)
-    }
-    if run.system.streams_optimizer and run.offload_optimizer:
-        held["optimizer"] = min(held["optimizer"], STREAMED)
     base = {"context": c.CONTEXT + c.COMMUNICATOR * groups(run)}
-    resident_ref = 0 if run.offload_reference else ref
-    share, weights = engine_bytes(run), engine_weights(run)
-    asleep = {"engine": c.ASLEEP if run.engine.sleeps else share}
-    own = weights if run.engine.own_copy else 0
-    found: dict[Phase, dict[str, int]] = {
-        "rollout": base | stays | {"reference": resident_ref, "engine": share},
-        "sync": base | stays | {"parameters": held["parameters"], "reference": resident_ref, "engine": own + c.ASLEEP},
-        "logprob": base | stays | asleep | {"parameters": held["parameters"], "reference": ref} | forward_bytes(run),
-        "update": base | held | asleep | {"reference": resident_ref} | update_bytes(run),
-    }
-    if not (run.old_logprobs or run.reference or run.shared_reference):
-        del found["logprob"]
-    trainer = ("parameters", "gradients", "optimizer", "activations", "head", "reference")
+    resident = {"reference": 0 if run.offload_reference else reference_bytes(run)}
+    beside = [own for own in run.others if not own.apart]
+    for own in beside:
+        resident |= named(own, staying_bytes(own.run))
+    stays, held = staying_bytes(run), working_bytes(run)
+    share, weights = (engine_bytes(run), engine_weights(run)) if run.rollout else (0, 0)
+    own_copy = weights if run.engine.own_copy else 0
+    asleep = {"engine": 0}
+    if run.rollout:
+        asleep = {"engine": c.ASLEEP + (own_copy if run.engine.keeps_copy else 0) if run.engine.sleeps else share}
+    idle = base | stays | asleep | resident
+    found: dict[Phase, dict[str, int]] = {}
+    if run.rollout:
+        found["rollout"] = base | stays | resident | {"engine": share}
+        found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": own_copy + c.ASLEEP}
+    if run.old_logprobs or run.reference or run.shared_reference:
+        at_work = {"parameters": held["parameters"], "reference": resident["reference"] or reference_bytes(run)}
+        found["logprob"] = idle | at_work | forward_bytes(run)
+    for own in run.others:
+        around = {"context": c.CONTEXT + c.COMMUNICATOR * groups(own.run)} if own.apart else idle
+        held_by_own = working_bytes(own.run)
+        passing = {"parameters": held_by_own["parameters"]}
+        found[PASSES_OF[own.role]] = around | named(own, staying_bytes(own.run) | passing) | forward_bytes(own.run)
+        if own.role == "critic":
+            found["update-critic"] = around | named(own, held_by_own) | update_bytes(own.run)
+    found["update"] = idle | held | update_bytes(run)
     for kinds in found.values():
         kinds["workspace"] = c.WORKSPACE
-        kinds["fragmentation"] = int(c.FRAGMENTED * sum(kinds.get(kind, 0) for kind in trainer))
-    limit = run.gpu.memory
+        trainer = (count for kind, count in kinds.items() if kind not in ("context", "engine", "workspace"))
+        kinds["fragmentation"] = int(c.FRAGMENTED * sum(trainer))
     return MemoryModel(
-        {phase: PhaseMemory(kinds, limit) for phase, kinds in found.items()},
-        kv_bytes=share - (weights if run.engine.own_copy else 0) - c.ENGINE_WORKSPACE,
-        sample_kv_bytes=run.lengths.longest_row * run.shape.kv_bytes_per_token(BF16) // kv_parts(run),
+        {phase: PhaseMemory(kinds, run.gpu.memory) for phase, kinds in found.items()},
+        kv_bytes=share - own_copy - c.ENGINE_WORKSPACE if run.rollout else 0,
+        sample_kv_bytes=run.lengths.longest_row * run.shape.kv_bytes_per_token(BF16) // kv_parts(run) if run.rollout else 0,
     )
+
+
+def staying_bytes(run: RunDescription) -> dict[str, int]:
+    """What a role keeps on the GPU while others work. Gathered parameters are given back, and so are gradients of shards."""
+    held = held_bytes(run)
+    if run.backend == "fsdp":
+        held |= {"parameters": held["parameters"] - gathered_bytes(run), "gradients": 0}
+    away = zip(held, (run.offload_params, run.offload_grads, run.offload_optimizer), strict=True)
+    return held | {kind: 0 for kind, offloaded in away if offloaded}
+
+
+def working_bytes(run: RunDescription) -> dict[str, int]:
+    """What it holds in its update."""
+    held = held_bytes(run)
+    if run.system.streams_optimizer and run.offload_optimizer:
+        held["optimizer"] = min(held["optimizer"], STREAMED)
+    return held
+
+
+def named(own: RoleDescription, held: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of another role by kinds of their own; a model that does not learn has parameters alone."""
+    if not own.run.trained and own.run.trained is not None:
+        return {own.called: held["parameters"]}
+    return {f"{own.called} {kind}": count for kind, count in held.items()}
 
 
 # ---- parameters, gradients, optimizer ----------------------------------------------------------------------------------------------------
@@ -137,25 +169,33 @@ class ParameterCounts:
 def parameters(shape: Shape) -> ParameterCounts:
     """Of a whole model."""
     total = sum(shape.parameters_by_kind().values())
-    experts = sum(
-        inner * outer * copies
-        for layer in shape.layers
-        for name, (inner, outer, copies) in shape.products(layer).items()
-        if layer.experts and name.startswith("mlp.experts.")
-    )
+    experts = sum(map(shape.expert_parameters, shape.layers))
     return ParameterCounts(total - experts, experts)
+
+
+def model_parameters(run: RunDescription) -> ParameterCounts:
+    """Of a whole model with the head that it has."""
+    whole = parameters(run.shape)
+    return whole if run.vocabulary_head else replace(whole, shared=whole.shared + headless(run.shape))
+
+
+def headless(shape: Shape) -> int:
+    """Numbers more (fewer, if below 0) where a model gives one number a token."""
+    return shape.width + 1 - (0 if shape.tied else shape.vocabulary * shape.width)
 
 
 def own_parameters(run: RunDescription) -> ParameterCounts:
     """Of the fullest stage: its layers, and the embedding or the head, cut by tensor and expert parallelism."""
     layout, shape = run.layout, run.shape
     if run.backend == "fsdp":
-        return parameters(shape)
+        whole = model_parameters(run)
+        return ParameterCounts(whole.shared // layout.tensor, whole.experts // layout.tensor)
     stage = parameters(run.fullest_stage)
-    tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 else 2)
+    tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 or not run.vocabulary_head else 2)
     outside = shape.vocabulary * shape.width * (1 if shape.tied else 2)
     expert_parts = layout.expert * (layout.expert_tensor if layout.expert_tensor > 1 or layout.expert > 1 else layout.tensor)
-    return ParameterCounts((stage.shared - outside + tables) // layout.tensor, stage.experts // expert_parts)
+    scoring = 0 if run.vocabulary_head else shape.width + 1
+    return ParameterCounts((stage.shared - outside + tables) // layout.tensor + scoring, stage.experts // expert_parts)
 
 
 def held_bytes(run: RunDescription) -> dict[str, int]:
@@ -181,8 +221,15 @@ def held_bytes(run: RunDescription) -> dict[str, int]:
 
 def gathered_bytes(run: RunDescription) -> int:
     """What FSDP has whole at once: two layers in bf16, and the tables."""
-    layer = own_parameters(run).total // len(run.shape.layers)
-    return BF16 * (2 * layer + 2 * run.shape.vocabulary * run.shape.width)
+    layer = gathered_parameters(run) // len(run.shape.layers)
+    tables = (2 if run.vocabulary_head else 1) * run.shape.vocabulary * run.shape.width // run.layout.tensor
+    return BF16 * (2 * layer + tables)
+
+
+def gathered_parameters(run: RunDescription) -> int:
+    """Numbers of a model that a GPU of FSDP gathers one after the other: of experts that are divided, its own ones."""
+    own = own_parameters(run)
+    return own.shared + own.experts // run.layout.expert
 
 
 def learned_parameters(run: RunDescription) -> int:
@@ -200,7 +247,8 @@ def reference_bytes(run: RunDescription) -> int:
 def groups(run: RunDescription) -> int:
     """Kinds of groups that have a communicator."""
     layout = run.layout
-    sizes = (layout.tensor, layout.pipeline, layout.context, layout.sequence, layout.expert, run.data, run.engine.tensor)
+    sampling = run.engine.tensor if run.rollout else 1
+    sizes = (layout.tensor, layout.pipeline, layout.context, layout.sequence, layout.expert, run.data, sampling)
     return sum(size > 1 for size in sizes)
 
 
@@ -264,10 +312,13 @@ def largest_layer(run: RunDescription) -> float:
 
 
 def head_of(run: RunDescription, tokens: float, *, learns: bool) -> int:
+    if not run.vocabulary_head:
+        return 0
     vocabulary = run.shape.vocabulary // run.layout.tensor
     if run.fused_head:
         entropy: Entropy = "gradient" if learns and run.entropy else "value"
-        return head_bytes(int(tokens), vocabulary, run.shape.width, HeadOptions(), entropy=entropy).peak
+        options = HeadOptions(recompute=not (learns and run.kept_logits))
+        return head_bytes(int(tokens), vocabulary, run.shape.width, options, entropy=entropy).peak
     each = c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)
     return int(tokens * vocabulary * each)
 

@@ -1,7 +1,7 @@
 """What the models say of one run, for people and as JSON, and the cheapest ways to make it fit.
 
 Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of plan.py. Leaves: lines, or a mapping with `fits`, `memory`,
-`step_seconds`, `binds`, `knobs`, `reasons` and `remedies`. Guaranteed: arithmetic alone.
+`step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from fulltilt.records import UserError
 from fulltilt.shape import Recompute
 from fulltilt.tune.description import RunDescription
 from fulltilt.tune.memory_model import MemoryModel, memory_of
+from fulltilt.tune.own import UNDECIDED, own_plan
+from fulltilt.tune.runners_up import PlannedRun, Remedy, RunnerUp, in_seconds, remedies, runners_up, told
 from fulltilt.tune.time_model import StepSeconds, seconds_of
-from fulltilt.words import in_bytes, joined
+from fulltilt.words import in_bytes, joined, many
 
 MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are told, and changes in one of them
 CLOSEST = 12  # changed runs that are changed further
@@ -30,14 +32,6 @@ BINDS = {
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A change with which a run fits, and how long its step then takes."""
-
-    words: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class PlanReport:
     run: RunDescription
     memory: MemoryModel
@@ -45,6 +39,9 @@ class PlanReport:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     refused: str = ""
+    why: Mapping[str, str] = field(default_factory=dict)  # of each knob, where plan.py decides
+    runners_up: Mapping[str, RunnerUp] = field(default_factory=dict)
+    planned: PlannedRun | None = None  # what was planned, where plan.py decides
 
     @property
     def fits(self) -> bool:
@@ -63,16 +60,39 @@ class PlanReport:
             "causes": {name: {cause: round(seconds, 3) for cause, seconds in phase.causes.items()} for name, phase in phases.items()},
             "binds": {name: BINDS[phase.binds] for name, phase in phases.items()},
             "knobs": dict(self.knobs),
-            "reasons": [*self.reasons, *self.why_not],
+            "reasons": [*self.reasons, *self.knob_reasons.values(), *self.why_not],
+            "runners_up": {knob: own.as_json() for knob, own in self.runners_up.items()},
             "remedies": [{"change": remedy.words, "step_seconds": round(remedy.seconds, 3)} for remedy in self.remedies()],
         }
 
     def remedies(self) -> list[Remedy]:
-        return [] if self.fits else ways_to_fit(self.run)[:MOST_REMEDIES]
+        if self.fits:
+            return []
+        return (remedies(self.planned) if self.planned else ways_to_fit(self.run))[:MOST_REMEDIES]
+
+    @property
+    def knob_reasons(self) -> dict[str, str]:
+        return {knob: f"{knob} = {told(knob, self.knobs[knob])}: {why}" for knob, why in self.why.items()}
+
+    def knob_lines(self) -> Iterator[str]:
+        """Each knob that `auto` or the user decides, why, and what comes next."""
+        seconds = self.seconds.total
+        for knob, line in self.knob_reasons.items():
+            if self.why[knob] != UNDECIDED:
+                yield line + (f"; {self.runners_up[knob].in_words(knob, seconds)}" if knob in self.runners_up else "")
+        faster = {knob: own for knob, own in self.runners_up.items() if own.faster(seconds)}
+        if faster:
+            knob, own = min(faster.items(), key=lambda item: item[1].order)
+            change = f"{knob} = {told(knob, own.value)}: {in_seconds(own.seconds)} a step"
+            yield f"most would be gained, by these models, with {change}. auto goes by rules that do not measure; set the key to try it"
 
     def lines(self) -> Iterator[str]:
         run = self.run
-        yield f"{run.cluster.gpus} x {run.gpu.name} with {in_bytes(run.gpu.memory)}, {run.lengths.response:.0f} response tokens on average"
+        mean = f"{run.lengths.response:.0f} {'response tokens' if run.rollout else 'tokens a row'} on average"
+        yield f"{run.all_gpus} x {run.gpu.name} with {in_bytes(run.gpu.memory)}, {mean}"
+        for own in run.others:
+            if own.apart:
+                yield f"{many(own.run.cluster.gpus, 'GPU')} of them for the {own.called} alone"
         for place, phase in self.memory.phases.items():
             kinds = ", ".join(
                 f"{kind} {in_bytes(count)}" for kind, count in sorted(phase.kinds.items(), key=lambda item: -item[1]) if count
@@ -80,9 +100,12 @@ class PlanReport:
             yield f"memory in {place}: {in_bytes(phase.total)} {'fits' if phase.fits else 'DOES NOT FIT'} ({kinds})"
         for name, seconds in self.seconds.phases.items():
             causes = ", ".join(f"{cause} {each:.1f}" for cause, each in sorted(seconds.causes.items(), key=lambda item: -item[1])[:4])
-            yield f"{name}: {seconds.total:.1f} s, bound by {BINDS[seconds.binds]} ({causes})"
-        yield f"step: {self.seconds.total:.1f} s, {run.tokens / self.seconds.total / run.cluster.gpus:.0f} tokens/s for each GPU"
+            apart = ", on GPUs of its own" if name in self.seconds.apart else ""
+            yield f"{name}: {seconds.total:.1f} s, bound by {BINDS[seconds.binds]} ({causes}){apart}"
+        hidden = f" ({self.seconds.hidden:.1f} s of phases run beside longer ones)" if self.seconds.hidden > 0.05 else ""
+        yield f"step: {self.seconds.total:.1f} s{hidden}, {run.tokens / self.seconds.total / run.all_gpus:.0f} tokens/s for each GPU"
         yield from self.reasons
+        yield from self.knob_lines()
         if not self.fits:
             yield "it does not fit: " + "; ".join(self.why_not)
             found = self.remedies()
@@ -93,6 +116,13 @@ class PlanReport:
 
 def report_of(run: RunDescription, knobs: Mapping[str, Any] | None = None, reasons: tuple[str, ...] = (), refused: str = "") -> PlanReport:
     return PlanReport(run, memory_of(run), seconds_of(run), knobs or stated(run), reasons, refused)
+
+
+def report_of_own(planned: PlannedRun) -> PlanReport:
+    """The report of a run of fulltilt, with the runners-up of what `auto` decides where it fits."""
+    own = own_plan(planned.config, planned.shape, planned.cluster, planned.response)
+    found = replace(report_of(own.run, own.knobs, own.reasons, own.refused), knobs=own.knobs, why=own.why, planned=planned)
+    return replace(found, runners_up=runners_up(planned, own)) if found.fits else found
 
 
 def stated(run: RunDescription) -> dict[str, Any]:

@@ -132,8 +132,11 @@ def of_batches(config: Config, shape: Shape, cluster: Cluster, response: float |
     most = min(high, 1 << math.ceil(math.log2(max(2.0, run.tokens / run.batch.updates))))
     budgets = [1 << power for power in range(int(math.log2(min(low, most))), int(math.log2(most)) + 1)]
     yield axis("actor.token_budget", budgets)
-    if run.old_logprobs or run.reference or run.shared_reference:
-        yield axis("actor.forward_token_budget", [budget for budget in budgets if budget > budgets[0]])
+    # Sections of roles that a run does not have are refused, and dropped there.
+    for key in ("actor.forward_token_budget", "ref.forward_token_budget", "reward_model.forward_token_budget"):
+        yield axis(key, budgets[1:])
+    yield axis("critic.token_budget", budgets[1:])
+    yield axis("critic.forward_token_budget", budgets[1:])
 
 
 def of_memory(config: Config, cluster: Cluster) -> Iterator[Axis]:
@@ -209,7 +212,7 @@ def auto_on_cpu(config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in meant.items() if key not in settings and not is_set(config, key)}
 
 
-class Predictor:
+class SettingsPredictor:
     """Predictions of settings, each made once."""
 
     def __init__(self, config: Config, shape: Shape, cluster: Cluster, response: float | None = None, rules: Rules | None = None) -> None:
@@ -257,7 +260,7 @@ class Predictor:
 # ---- the search --------------------------------------------------------------------------------------------------------------------------
 
 
-def search(predict: Predictor, axes: Sequence[Axis], finalists: int = 4) -> SearchResult:
+def search(predict: SettingsPredictor, axes: Sequence[Axis], finalists: int = 4) -> SearchResult:
     """The fastest settings that fit, at most `finalists` of them."""
     axes = tuple(sorted((Axis(own.name, tuple(sorted(own.choices, key=repr))) for own in axes), key=lambda own: own.name))
     auto = predict(())
@@ -272,7 +275,7 @@ def search(predict: Predictor, axes: Sequence[Axis], finalists: int = 4) -> Sear
     )
 
 
-def effective(predict: Predictor, axes: Sequence[Axis], auto: Prediction) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
+def effective(predict: SettingsPredictor, axes: Sequence[Axis], auto: Prediction) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
     """The axes with the choices that are legal alone, without those of which the models see no effect, whose names are returned too."""
     kept, alike = list[Axis](), list[str]()
     for own in axes:
@@ -285,13 +288,13 @@ def effective(predict: Predictor, axes: Sequence[Axis], auto: Prediction) -> tup
     return tuple(kept), tuple(alike)
 
 
-def everything(predict: Predictor, axes: Sequence[Axis]) -> Iterator[Prediction]:
+def everything(predict: SettingsPredictor, axes: Sequence[Axis]) -> Iterator[Prediction]:
     for choices in itertools.product(*(((), *own.choices) for own in axes)):
         if (found := predict(settings_of(dict(itertools.chain(*choices))))) is not None:
             yield found
 
 
-def descent(predict: Predictor, axes: Sequence[Axis], auto: Prediction) -> list[Prediction]:
+def descent(predict: SettingsPredictor, axes: Sequence[Axis], auto: Prediction) -> list[Prediction]:
     """All that was predicted on the way from `auto` to a setting that no change makes faster."""
     seen, at = {auto.settings: auto}, auto
     for _ in range(MOST_ROUNDS):
@@ -311,7 +314,7 @@ def descent(predict: Predictor, axes: Sequence[Axis], auto: Prediction) -> list[
     return list(seen.values())
 
 
-def changes(predict: Predictor, axes: Sequence[Axis], at: Prediction) -> Iterator[tuple[tuple[str, Settings], Prediction]]:
+def changes(predict: SettingsPredictor, axes: Sequence[Axis], at: Prediction) -> Iterator[tuple[tuple[str, Settings], Prediction]]:
     """Every single change, by its axis and choice."""
     for own in axes:
         for choice in ((), *own.choices):
@@ -327,7 +330,7 @@ def changed(axes: Sequence[Axis], settings: Settings, choices: Mapping[str, Sett
     return settings_of(kept | dict(itertools.chain(*choices.values())))
 
 
-def choose(predict: Predictor, axes: Sequence[Axis], found: Iterable[Prediction], count: int) -> list[Prediction]:
+def choose(predict: SettingsPredictor, axes: Sequence[Axis], found: Iterable[Prediction], count: int) -> list[Prediction]:
     """The fastest legal settings that fit: no two of them so close that predictions could not tell which is faster, and none that only
     adds something slower to one before."""
     chosen: list[Prediction] = []
@@ -345,7 +348,7 @@ def choose(predict: Predictor, axes: Sequence[Axis], found: Iterable[Prediction]
     return chosen
 
 
-def simplified(predict: Predictor, axes: Sequence[Axis], own: Prediction) -> Prediction:
+def simplified(predict: SettingsPredictor, axes: Sequence[Axis], own: Prediction) -> Prediction:
     """The prediction without settings that change next to nothing."""
     found = own
     for each in axes:

@@ -109,6 +109,7 @@ def find_shape(text: str) -> Sizes | None:
     if text in SHAPES:
         return SHAPES[text]
     known = {joined(name): sizes for name, sizes in PUBLISHED.items()}
+    known |= {short: known[whole] for short, whole in ALSO.items() if whole in known}
     for given in spellings(text):
         if given in known:
             return known[given]

@@ -21,10 +21,10 @@ from statistics import fmean, median
 from typing import Any
 
 from fulltilt.batching.cost import ModelSize, update_flops
-from fulltilt.hardware import Cluster
+from fulltilt.hardware import GPUS_PER_MACHINE, Cluster
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
-from fulltilt.tune.description import Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
+from fulltilt.tune.description import LAYOUT_WORDS, Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import MemoryModel, memory_of
 from fulltilt.tune.shapes import find_shape
@@ -43,7 +43,7 @@ class TableFacts:
     fused_rope: bool  # where no row says so
     entropy: bool
     graphs: bool
-    memory_share: tuple[float, float] = (0.6, 0.6)  # of an engine: on one machine, and on several
+    memory_share: tuple[float, float] = (0.6, 0.6)  # what an engine takes: on one machine, and on several
     samples: int = 16
     micro_batch: int = 2  # where batches are not dynamic
     forward_micro_batch: int = 4
@@ -56,6 +56,7 @@ FACTS = {
         reference=False, offload=True, fused_head=False, fused_rope=False, entropy=True, graphs=True, memory_share=(0.6, 0.8)
     ),
 }
+USUAL_TOKENS = 20480  # of a micro-batch, where a table does not say
 OTHERS = replace(FACTS["dapo"], reference=True)
 
 # The columns that are read, and patterns of their headers in lower case with single spaces; the first header that matches counts.
@@ -99,15 +100,15 @@ class TableRow:
     table: str
     run: RunDescription
     measured: Mapping[str, float]  # seconds of the columns of TIMES that the row has
-    ran_out: bool  # of memory
+    ran_out: bool  # whether memory did not suffice
     ran: bool  # it has a measured number
     layout: str
-    tokens: float | None = None  # of a row, where the table gives them
+    tokens: float | None = None  # tokens of a row, where the table gives them
     mfu: float | None = None
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     path: Path
     rows: Sequence[TableRow]
     skipped: Sequence[str] = ()  # rows that could not be read, and why
@@ -136,7 +137,7 @@ class Prediction:
 # ---- reading -----------------------------------------------------------------------------------------------------------------------------
 
 
-def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> Table:
+def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> PublishedTable:
     """`hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, where the table does not name it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -144,7 +145,9 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
         raise UserError(f"--table {path}: cannot be read: {getattr(error, 'strerror', error)}. Give a CSV file") from error
     reader = csv.DictReader(text.splitlines())
     columns = columns_of(reader.fieldnames or ())
-    if missing := [name for name in ("gpus", "train_parallel") if name not in columns]:
+    sizes = size_columns(reader.fieldnames or ())
+    found = columns.keys() | ({"train_parallel"} if sizes else set()) | ({"gpus"} if columns.keys() & {"gpu", "nodes"} else set())
+    if missing := [name for name in ("gpus", "train_parallel") if name not in found]:
         raise UserError(f"--table {path}: no column for {', '.join(missing)}. Its header must name num_gpus and train_parallel")
     stated = facts or next((own for name, own in FACTS.items() if name in path.stem.lower()), OTHERS)
     rows: list[TableRow] = []
@@ -153,14 +156,15 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
         given = {name: (cells.get(header) or "").strip() for name, header in columns.items()}
         if not any(given.values()):
             continue
+        given.setdefault("train_parallel", "".join(f"{word}{cells[header]}" for word, header in sizes.items() if cells.get(header)))
         try:
             rows.append(row_of(given, path, stated, shape, line))
         except UserError as error:
             skipped.append(f"line {line}: {error}")
     if not rows:
         raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
-    found = with_lengths(rows)
-    return Table(path, [on_hardware(row, hardware) for row in found] if hardware else found, skipped)
+    known = with_lengths(rows)
+    return PublishedTable(path, [on_hardware(row, hardware) for row in known] if hardware else known, skipped)
 
 
 def on_hardware(row: TableRow, hardware: str) -> TableRow:
@@ -171,7 +175,8 @@ def on_hardware(row: TableRow, hardware: str) -> TableRow:
 
 def columns_of(headers: Iterable[str]) -> dict[str, str]:
     """Which header each column has."""
-    plain = {re.sub(r"[^a-z0-9#]+", " ", header.lower()).strip(): header for header in headers if header}
+    plain = {plain_header(header): header for header in headers if header}
+    plain |= {re.sub(r" (s|secs?|seconds)$", "", own): header for own, header in plain.items()}  # with a unit
     found: dict[str, str] = {}
     for name, pattern in HEADERS.items():
         header = next((own for own in plain if re.fullmatch(pattern, own)), None)
@@ -180,24 +185,50 @@ def columns_of(headers: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def plain_header(header: str) -> str:
+    return re.sub(r"[^a-z0-9#]+", " ", header.lower()).strip()
+
+
+def size_columns(headers: Iterable[str]) -> dict[str, str]:
+    """Columns that have one size of the layout each, such as TP and PP, by the word that a layout has for it."""
+    return {words[-1]: header for header in headers if header and (words := plain_header(header).split()) and is_size(words)}
+
+
+def is_size(words: Sequence[str]) -> bool:
+    return words[-1] in LAYOUT_WORDS and words[:-1] in ([], ["train"], ["actor"], ["training"])
+
+
+def gpus_of(given: Mapping[str, str]) -> int:
+    """The number of GPUs: a column of its own, which may be a product, or that of the GPU's cell, or machines of eight."""
+    text = given.get("gpus", "")
+    if product := re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\d+)\s*(gpus?)?\s*", text.lower()):
+        return int(product[1]) * int(product[2])
+    if text:
+        return int(number_in(text, "num_gpus"))
+    if counted := re.match(r"\s*(\d+)\s*[x*]", given.get("gpu", "").lower()):
+        return int(counted[1])
+    return GPUS_PER_MACHINE * int(number_in(given.get("nodes", ""), "num_gpus"))
+
+
 def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str | None, line: int) -> TableRow:
     sizes = find_shape(shape or given.get("model") or "") or find_shape(path.stem)
     if sizes is None:
         raise UserError(f"model {given.get('model') or path.stem!r} is not known. Name it with --shape")
     number = given.get("number") or str(line)
     layout, other = given["train_parallel"], given.get("other", "").lower()
-    cluster = Cluster.parse(given.get("gpu") or "H100", int(number_in(given["gpus"], "num_gpus")))
+    gpus = gpus_of(given)
+    cluster = replace(Cluster.parse(given.get("gpu") or "H100", gpus), gpus=gpus)
     backend: Backend = "fsdp" if "fsdp" in f"{given.get('backend', '')}{layout}".lower() else "megatron"
     offload = truth(given.get("offload"), facts.offload)
     everything = "all optimi" in other
     run = RunDescription(
         shape=Shape.from_config(sizes),
-        cluster=replace(cluster, gpus=int(number_in(given["gpus"], "num_gpus"))),
+        cluster=cluster,
         lengths=Lengths(tokens_in(given.get("most_prompt"), 2048), tokens_in(given.get("most_response"), 8192)),
         backend=backend,
         layout=TrainLayout.parse(layout),
         engine=engine_of(given, facts, cluster, other),
-        batch=batch_of(given, facts),
+        batch=batch_of(given, facts, tokens_in(given.get("most_prompt"), 2048) + tokens_in(given.get("most_response"), 8192)),
         recompute=recompute_of(given.get("recompute", ""), other, backend),
         offload_params=offload,
         offload_grads=offload,
@@ -219,21 +250,27 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
 
 def engine_of(given: Mapping[str, str], facts: TableFacts, cluster: Cluster, other: str) -> EngineDescription:
     parts = re.search(r"\d+", given.get("infer_parallel", "") or "1")
-    several = int(number_in(given["gpus"], "num_gpus")) > cluster.per_machine
+    several = cluster.gpus > cluster.per_machine
     share = plain_number(given.get("memory_share"))
     graphs = facts.graphs or bool(re.search(r"cuda ?_?graphs?", other))
     return EngineDescription(int(parts[0]) if parts else 1, facts.memory_share[several] if share is None else share, graphs)
 
 
-def batch_of(given: Mapping[str, str], facts: TableFacts) -> BatchDescription:
+def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> BatchDescription:
+    """`longest`: tokens of the longest row. Where no cell says how micro-batches are filled, they have verl's usual budget, twice
+    that (three times in passes without gradient), but not beyond what its scripts for long responses have."""
     dynamic = truth(given.get("dynamic"), None)
     actor, logp = (plain_number(given.get(name)) for name in ("actor_batch", "logp_batch"))
     found: dict[str, Any] = {"micro_batch": facts.micro_batch, "forward_micro_batch": facts.forward_micro_batch}
-    if actor is not None and actor < 100:
+    if actor is None and dynamic is not False:
+        found["token_budget"] = max(longest, min(2 * longest, USUAL_TOKENS))
+    elif actor is not None and actor < 100:
         found["micro_batch"] = int(actor)
     elif actor is not None and dynamic is not False:
         found["token_budget"] = int(actor)
-    if logp is not None and logp < 100:
+    if logp is None and dynamic is not False:
+        found["forward_token_budget"] = max(longest, min(3 * longest, 3 * USUAL_TOKENS // 2))
+    elif logp is not None and logp < 100:
         found["forward_micro_batch"] = int(logp)
     elif logp is not None and dynamic is not False:
         found["forward_token_budget"] = int(logp)
@@ -313,17 +350,19 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
     if not timed:
         return lengths.prompt + lengths.most_response / 8
     low, high = 1.0, float(lengths.most_response)
+    usual = lengths.prompt + lengths.most_response / 8
     for _ in range(16):
         middle = math.sqrt(low * high)
         ratios = [update_seconds(row.run.with_response(middle)).total / row.measured["update_actor"] for row in timed]
         low, high = (middle, high) if median(ratios) < 1 else (low, middle)
-    return lengths.prompt + low
+    # At an end of the range no length explains the seconds.
+    return lengths.prompt + low if 2.0 < low < 0.95 * lengths.most_response else usual
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------------------------------
 
 
-def predict(table: Table) -> list[Prediction]:
+def predict(table: PublishedTable) -> list[Prediction]:
     return [Prediction(row, memory_of(row.run), seconds_of(row.run)) for row in table.rows]
 
 
@@ -334,7 +373,7 @@ class Comparison:
     column: str
     rows: int
     error: float
-    baseline: float  # of one constant share of the peak for each type of GPU, chosen to fit these rows best
+    baseline: float  # the error with one constant share of the peak for each type of GPU, chosen to fit these rows best
     shares: Mapping[str, float] = field(default_factory=dict)  # those constants
 
 
@@ -369,7 +408,7 @@ def ideal_seconds(run: RunDescription) -> float:
 SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
 
 
-def lines(tables: Sequence[Table], predictions: Sequence[Prediction]) -> Iterator[str]:
+def lines(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> Iterator[str]:
     """Prediction beside measurement, as a table for people."""
     for table in tables:
         own = [each for each in predictions if each.row.table == table.path.name]
@@ -414,7 +453,7 @@ def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
             yield text
 
 
-def as_json(tables: Sequence[Table], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def as_json(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> dict[str, Any]:
     rows = [
         {
             "table": own.row.table, "number": own.row.number, "model": own.row.run.shape.model_type, "gpu": own.row.run.gpu.name,

@@ -18,10 +18,20 @@ from functools import cache
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
+from fulltilt.plan import CACHED_SAMPLES
 from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
-from fulltilt.tune.description import RunDescription
-from fulltilt.tune.memory_model import BF16, FP32, held_bytes, kv_parts, learned_parameters, memory_of, parameters
+from fulltilt.tune.description import Role, RunDescription
+from fulltilt.tune.memory_model import (
+    BF16,
+    FP32,
+    gathered_parameters,
+    held_bytes,
+    kv_parts,
+    learned_parameters,
+    memory_of,
+    parameters,
+)
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
 SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
@@ -43,6 +53,11 @@ class PhaseSeconds:
         return max(self.causes, key=lambda cause: self.causes[cause], default="nothing")
 
 
+NOTHING = PhaseSeconds()
+# Phases of which those that have GPUs of their own run beside the others.
+TOGETHER = (("old-logprob", "ref-logprob", "values"), ("update-critic", "update-actor"))
+
+
 @dataclass(frozen=True)
 class StepSeconds:
     generation: PhaseSeconds
@@ -51,6 +66,10 @@ class StepSeconds:
     ref_logprob: PhaseSeconds
     update: PhaseSeconds
     other: PhaseSeconds
+    reward: PhaseSeconds = NOTHING  # of a reward model
+    values: PhaseSeconds = NOTHING
+    update_critic: PhaseSeconds = NOTHING
+    apart: frozenset[str] = frozenset()  # phases of roles that have GPUs of their own
 
     @property
     def rollout(self) -> float:
@@ -59,23 +78,45 @@ class StepSeconds:
 
     @property
     def phases(self) -> dict[str, PhaseSeconds]:
-        found = {"rollout": self.generation, "sync": self.sync, "old-logprob": self.old_logprob, "ref-logprob": self.ref_logprob}
+        found = {"rollout": self.generation, "sync": self.sync, "reward": self.reward, "old-logprob": self.old_logprob}
+        found |= {"ref-logprob": self.ref_logprob, "values": self.values, "update-critic": self.update_critic}
         return {name: phase for name, phase in (found | {"update-actor": self.update, "other": self.other}).items() if phase.causes}
 
     @property
     def total(self) -> float:
-        return sum(phase.total for phase in self.phases.values())
+        """The longest chain: what runs beside others counts where it takes longer than they do."""
+        phases, beside = self.phases, {name for names in TOGETHER for name in names}
+        found = sum(phase.total for name, phase in phases.items() if name not in beside)
+        for names in TOGETHER:
+            there = {name: phases[name].total for name in names if name in phases}
+            in_turn = sum(seconds for name, seconds in there.items() if name not in self.apart)
+            found += max([in_turn, *(seconds for name, seconds in there.items() if name in self.apart)])
+        return found
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of phases that run beside longer ones."""
+        return sum(phase.total for phase in self.phases.values()) - self.total
+
+
+PHASES_OF: Mapping[Role, tuple[str, ...]] = {"reward_model": ("reward",), "ref": ("ref-logprob",), "critic": ("values", "update-critic")}
 
 
 def seconds_of(run: RunDescription) -> StepSeconds:
-    logprob = logprob_seconds(run)
+    roles = {own.role: own.run for own in run.others}
+    logprob = logprob_seconds(run) if run.old_logprobs or run.reference or run.shared_reference else NOTHING
+    reference = logprob_seconds(roles["ref"]) if "ref" in roles else logprob if run.reference or run.shared_reference else NOTHING
     return StepSeconds(
-        generation=generation_seconds(run),
-        sync=sync_seconds(run),
-        old_logprob=logprob if run.old_logprobs else PhaseSeconds(),
-        ref_logprob=logprob if run.reference or run.shared_reference else PhaseSeconds(),
+        generation=generation_seconds(run) if run.rollout else NOTHING,
+        sync=sync_seconds(run) if run.rollout else NOTHING,
+        old_logprob=logprob if run.old_logprobs else NOTHING,
+        ref_logprob=reference,
         update=update_seconds(run),
-        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rollout_rows}),
+        other=PhaseSeconds({"scoring": run.system.scoring * run.batch.rollout_rows}) if run.rollout else NOTHING,
+        reward=logprob_seconds(roles["reward_model"]) if "reward_model" in roles else NOTHING,
+        values=logprob_seconds(roles["critic"]) if "critic" in roles else NOTHING,
+        update_critic=update_seconds(roles["critic"]) if "critic" in roles else NOTHING,
+        apart=frozenset(name for own in run.others if own.apart for name in PHASES_OF[own.role]),
     )
 
 
@@ -205,10 +246,12 @@ def traffic_seconds(run: RunDescription, passes: Passes) -> float:
 def head_seconds(run: RunDescription, passes: Passes) -> float:
     """The vocabulary's product and what reads its result. A fused head computes logits again in the backward pass. In a pipeline the last
     stage does it while the others wait, unless it has fewer layers."""
+    if not run.vocabulary_head:
+        return 0.0
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
     numbers = passes.tokens * shape.vocabulary / group
-    frozen = 0 if run.trained is None else 1
-    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + run.fused_head if passes.learns else 0))
+    frozen, again = 0 if run.trained is None else 1, run.fused_head and not run.kept_logits
+    flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + again if passes.learns else 0))
     moved = 0.0
     if not run.fused_head:
         entropy = run.entropy or not passes.learns
@@ -270,8 +313,9 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
     """FSDP: parameters are gathered for each pass, and gradients summed after each."""
     if run.backend != "fsdp" or run.shard == 1:
         return 0.0
-    summed = FP32 * (parameters(run.shape).total if run.trained is None else run.trained) if passes.learns else 0
-    each = parameters(run.shape).total * BF16 * (2 if passes.learns else 1) + summed
+    whole = gathered_parameters(run)
+    summed = FP32 * (whole if run.trained is None else run.trained // run.layout.tensor) if passes.learns else 0
+    each = whole * BF16 * (2 if passes.learns else 1) + summed
     moved = passes.batches * each * (run.shard - 1) / run.shard
     return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
 
@@ -290,9 +334,9 @@ def update_seconds(run: RunDescription) -> PhaseSeconds:
 
 def logprob_seconds(run: RunDescription) -> PhaseSeconds:
     found = pass_seconds(run, forward_passes(run)) | {"handing out rows": driver_seconds(run, trains=False)}
-    if run.offload_params:
-        found["offload"] = 2 * held_bytes(run)["parameters"] / host_copy(run)
-    return PhaseSeconds(found)
+    if run.offload_params:  # what does not learn comes, and need not be copied back
+        found["offload"] = (1 if run.trained == 0 else 2) * held_bytes(run)["parameters"] / host_copy(run)
+    return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
 
 
 def optimizer_seconds(run: RunDescription) -> float:
@@ -338,10 +382,20 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
     if not run.engine.own_copy:
         return PhaseSeconds()
     whole = BF16 * parameters(run.shape).total
-    found = {"parameters to the engine": whole / run.system.sync_rate}
+    found = {"parameters to the engine": whole / run.system.sync_rate + copy_seconds(run, whole)}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
     found["gathering rows"] = run.batch.rollout_rows * row / run.system.driver_rate
     return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
+
+
+def copy_seconds(run: RunDescription, whole: int) -> float:
+    """A system that gathers parameters straight into the engine's copy is bound by the links between those that have parts of them. What
+    others take is in `sync_rate`."""
+    parts = max(run.layout.tensor, run.layout.expert) * (run.shard if run.backend == "fsdp" else 1)
+    if not math.isinf(run.system.sync_rate):
+        return 0.0
+    written = whole / run.engine.tensor / (run.gpu.hbm * c.HBM_SHARE)
+    return written + whole / run.engine.tensor * (parts - 1) / parts / (run.cluster.ring(parts) * c.LINK_SHARE)
 
 
 # ---- rollout -----------------------------------------------------------------------------------------------------------------------------
@@ -350,17 +404,17 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
     """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
     longest ones end alone."""
-    samples = run.batch.rollout_rows / run.engines
+    samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found: dict[str, float] = {"prefill": prefill_seconds(run)}
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if samples > running:
         full_steps = (samples - running) * mean / running
-        add(found, full_steps, decode_step(run, running, run.lengths.prompt + mean / 2))
+        add(found, full_steps, costs.step(running, run.lengths.prompt + mean / 2))
     before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rollout_rows)]
     for place, length in enumerate(lengths):
         alive = max(1.0, running * (1 - place / (len(lengths) - 1)))
-        add(found, length - before, decode_step(run, alive, run.lengths.prompt + (before + length) / 2))
+        add(found, length - before, costs.step(alive, run.lengths.prompt + (before + length) / 2))
         before = length
     return PhaseSeconds(found)
 
@@ -371,41 +425,65 @@ def add(found: dict[str, float], steps: float, causes: Mapping[str, float]) -> N
 
 
 def concurrency(run: RunDescription) -> float:
-    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length."""
-    cache = max(0, memory_of(run).kv_bytes) * kv_parts(run)
+    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length. One that does not fit
+    is timed as if it had a small cache."""
+    memory = memory_of(run)
+    cache = (memory.kv_bytes if memory.engine_starts else CACHED_SAMPLES * memory.sample_kv_bytes) * kv_parts(run)
     held = cache / (run.shape.kv_bytes_per_token(BF16) * run.lengths.mean)
     return max(1.0, min(float(run.engine.max_seqs), held))
 
 
-def decode_step(run: RunDescription, running: float, context: float) -> dict[str, float]:
-    """Seconds of one step with so many samples, by cause."""
-    shape, gpu, parts, system = run.shape, run.gpu, run.engine.tensor, run.system
-    bandwidth = gpu.hbm * c.HBM_SHARE
-    weights = read_weights(shape, running) / parts
-    size = model_size(shape)
-    reading = BF16 * weights / bandwidth
-    computing = 2 * (size.layer_weights + size.head_weights) * running / parts / (gpu.flops * gpu.matmul_share)
-    keys = running * context * shape.kv_bytes_per_token(BF16) / kv_parts(run) / bandwidth
-    sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
-    found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
-    if parts > 1:
-        moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
-        found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
-    on_device = sum(found.values())
-    if not run.engine.graphs:
-        found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
-    found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
-    return found
+@dataclass(frozen=True)
+class DecodeCosts:
+    """What one of an engine's decode steps takes of its GPU, as far as it does not depend on the samples."""
+
+    run: RunDescription
+    shared: float  # numbers that a step reads in any case, on each GPU
+    experts: float  # numbers of all experts, on each GPU
+    routed: float  # the share of experts that a sample is sent to
+    multiplied: float  # numbers that a token is multiplied with, on each GPU
+    token_bytes: float  # of keys and values, on each GPU
+
+    @staticmethod
+    def of(run: RunDescription) -> DecodeCosts:
+        shape, parts, counts, size = run.shape, run.engine.tensor, parameters(run.shape), model_size(run.shape)
+        experts = next((layer.experts for layer in shape.layers if layer.experts), None)
+        shared = counts.shared - (0 if shape.tied else shape.vocabulary * shape.width)
+        return DecodeCosts(
+            run,
+            shared=shared / parts,
+            experts=counts.experts / parts,
+            routed=experts.active / experts.count if experts else 0.0,
+            multiplied=(size.layer_weights + size.head_weights) / parts,
+            token_bytes=shape.kv_bytes_per_token(BF16) / kv_parts(run),
+        )
+
+    def step(self, running: float, context: float) -> dict[str, float]:
+        """Seconds of one step with so many samples, by cause. Of experts it reads those that any of the samples is sent to."""
+        run, shape, gpu, parts, system = self.run, self.run.shape, self.run.gpu, self.run.engine.tensor, self.run.system
+        bandwidth = gpu.hbm * c.HBM_SHARE
+        reading = BF16 * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
+        computing = 2 * self.multiplied * running / (gpu.flops * gpu.matmul_share)
+        keys = running * context * self.token_bytes / bandwidth
+        sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
+        found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
+        if parts > 1:
+            moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
+            found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
+        on_device = sum(found.values())
+        if not run.engine.graphs:
+            found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
+        found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
+        return found
 
 
 def read_weights(shape: Shape, running: float) -> float:
-    """Weights that a step reads: of experts, those that any of the samples is sent to."""
+    """Weights that a step with so many samples reads."""
     counts = parameters(shape)
-    total = float(counts.shared - (0 if shape.tied else shape.vocabulary * shape.width))
-    layer = next((layer for layer in shape.layers if layer.experts), None)
-    if layer is not None and layer.experts is not None:
-        total += counts.experts * (1 - (1 - layer.experts.active / layer.experts.count) ** running)
-    return total
+    experts = next((layer.experts for layer in shape.layers if layer.experts), None)
+    routed = experts.active / experts.count if experts else 0.0
+    tables = 0 if shape.tied else shape.vocabulary * shape.width
+    return counts.shared - tables + counts.experts * (1 - (1 - routed) ** running)
 
 
 def prefill_seconds(run: RunDescription) -> float:

@@ -1,11 +1,14 @@
 """The native engine: generates with the trainer's own parameters.
 
 Enters: prompts, also while it runs, and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed: besides the
-guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights.
+guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights. Where memory runs out,
+the samples that run are put back and go on from the tokens they have, fewer at once, or with fewer tokens in a prefill pass, for as long as
+the engine lives: they stay what they would have been, since their noise depends on seed, sample and position alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +18,12 @@ import numpy as np
 import torch
 
 from fulltilt.kernels import sampling as sampling_kernels
+from fulltilt.memory.trial import MemoryTrial, free_unused
 from fulltilt.model.arrays import to_device
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
 from fulltilt.rollout.decode import Decoder, DecodeRow
-from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Feed, FreeSeats, Lengths
+from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Feed, FreeSeats, Lengths, RolloutLimits
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
 from fulltilt.rollout.sampler import Sampling, sample_seed
@@ -41,6 +45,7 @@ class Flight:
 
 
 OBEYS = ENGINE_KNOBS
+MOST_FAILURES = 3  # in a row
 
 
 class Intake:
@@ -80,9 +85,11 @@ class NativeEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__()
         self.tokenizer, self.end_tokens, self.limits = context.tokenizer, context.end_tokens, context.limits
+        self.most = context.limits  # what the decoder was made for
         self.runner = Runner(context.model, context.layers, self.limits.blocks, self.limits.block_tokens)
         self.decoder = Decoder(context)
         self._calls = 0
+        self._failures: list[str] = []  # what was reported each time that memory ran out
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
         """Nothing is planned from a forced length before it is reached."""
@@ -100,6 +107,7 @@ class NativeEngine(Engine):
             return
         longest = max([*(len(prompt.ids) for prompt in given), *([feed.longest] if feed else [])]) + sampling.max_new_tokens
         self._check_size(longest, sampling, lengths)
+        self._acquire(longest)
         limits = self.limits
         plan = Scheduler(
             limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens, limits.chunked_prefill, limits.prefix_sharing,
@@ -108,27 +116,39 @@ class NativeEngine(Engine):
         stops = StopStrings(self.tokenizer, sampling.stop)
         intake = Intake(plan, sampling, seed, lengths, self.recorder, feed)
         intake.add(given)
-        self.runner.acquire()
         self.decoder.use_cache(self.runner.keys, self.runner.values)
         self.decoder.reach(longest)
         finished: list[Family] = []
         ahead: Flight | None = None
-        end = time.perf_counter()
+        end, failures = time.perf_counter(), 0
         while plan.busy or plan.more_come:
+            if self.halted and self.halted():
+                return
             if not self.decoder.overlaps or not plan.busy:  # the device would not work meanwhile
                 yield from self._hand_over(finished, intake.prompts, stops, call)
             if plan.more_come:
                 yield from intake.take_more()
                 if not plan.busy:
                     continue
-            if ahead is None:
-                end, step = time.perf_counter(), plan.next_pass(self.decoder.burst(len(plan.running)))
-                flight = (self._decode if step.decoding else self._prefill)(step, sampling)
-            else:
-                flight = replace(ahead, step=plan.goes_on(ahead.step))
-            ahead = self._further(plan, flight, stops)
-            yield from self._hand_over(finished, intake.prompts, stops, call)
-            for sequence, (tokens, logprobs) in flight.arrive():
+            trial = MemoryTrial(self._may_start_over)
+            with trial:
+                if ahead is None:
+                    end, step = time.perf_counter(), plan.next_pass(self.decoder.burst(len(plan.running)))
+                    flight = (self._decode if step.decoding else self._prefill)(step, sampling)
+                else:
+                    step = plan.goes_on(ahead.step)
+                    flight = replace(ahead, step=step)
+                ahead = self._further(plan, flight, stops)
+            if trial.failure is None:
+                yield from self._hand_over(finished, intake.prompts, stops, call)
+                with trial:
+                    drawn = list(flight.arrive())
+            if trial.failure is not None:
+                failures, ahead = failures + 1, None
+                self._start_over(plan, step, trial.failure, failures)
+                continue
+            failures = 0
+            for sequence, (tokens, logprobs) in drawn:
                 if not sequence.finish:
                     self._take(sequence, tokens, logprobs, sampling, stops)
                     if self.listener:
@@ -142,6 +162,54 @@ class NativeEngine(Engine):
             finished = [family for family in families if all(member.finish for member in family.members)]
         yield from self._hand_over(finished, intake.prompts, stops, call)
         assert plan.pool.used == 0
+
+    def take_limits(self) -> RolloutLimits:
+        found, self._failures = tuple(self._failures), []
+        return RolloutLimits(self.limits.blocks, self.limits.max_seqs, self.limits.max_batched_tokens, found)
+
+    def limit(self, limits: RolloutLimits) -> None:
+        self.limits = replace(
+            self.limits,
+            blocks=min(limits.kv_blocks, self.most.blocks),
+            max_seqs=min(limits.max_seqs, self.most.max_seqs),
+            max_batched_tokens=min(limits.max_batched_tokens, self.most.max_batched_tokens),
+        )
+
+    def _may_start_over(self) -> bool:
+        """Members of a tensor-parallel group would wait for one that does."""
+        return self.decoder.head.part is None
+
+    def _acquire(self, longest: int) -> None:
+        """Allocate the KV cache; with too little memory, one of fewer blocks that still holds a sample of so many tokens."""
+        for failures in itertools.count(1):
+            if self.runner.blocks != self.limits.blocks:
+                self.runner.release()
+                self.runner.blocks = self.limits.blocks
+            trial = MemoryTrial(self._may_start_over)
+            with trial:
+                self.runner.acquire()
+            if trial.failure is None:
+                return
+            fewer = max(blocks_for(longest, self.limits.block_tokens), self.limits.blocks * 3 // 4)
+            self._note(trial.failure, failures)
+            self.limits = replace(self.limits, blocks=fewer)
+
+    def _start_over(self, plan: Scheduler, step: Pass, reported: str, failures: int) -> None:
+        """Memory ran out in this pass: go on with half as many samples at once, or half as many tokens in a prefill pass."""
+        self._note(reported, failures)
+        if step.decoding:
+            self.limits = replace(self.limits, max_seqs=max(1, len(step.work) // 2))
+        else:
+            self.limits = replace(self.limits, max_batched_tokens=max(1, sum(work.count for work in step.work) // 2))
+        plan.max_seqs, plan.max_batched_tokens = self.limits.max_seqs, self.limits.max_batched_tokens
+        plan.start_over()
+
+    def _note(self, reported: str, failures: int) -> None:
+        """Note that memory ran out, for the third time in a row with an error."""
+        if failures >= MOST_FAILURES:
+            raise torch.OutOfMemoryError(f"{failures} times in a row, {reported}")
+        self._failures.append(reported)
+        free_unused(self.runner.model.device)
 
     def parameters(self) -> Iterable[torch.Tensor]:
         return self.runner.model.parameters()

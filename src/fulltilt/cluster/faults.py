@@ -1,0 +1,123 @@
+"""Out-of-memory errors on purpose, to test what a run makes of them. Off unless the environment variable FULLTILT_OUT_OF_MEMORY is set.
+
+Its value is a list, separated by commas, of `ROLE.WHERE:NUMBER`, or `ROLE.WHERE:FIRST-LAST` for several in a row, each followed by
+`@WORKER` unless all workers shall fail. NUMBER counts from 1, since the worker was made:
+
+    forward     passes with a gradient: in the model's last layer, before its results exist
+    backward    the same passes: when half of the gradients have been accumulated
+    optimizer   optimizer steps: once gradients are summed over all workers, before the first parameter changes
+    passes      passes without a gradient
+    prefill     the engine's prefill passes (the role is the actor)
+    decode      the engine's decoding passes, of several steps each
+
+Example: FULLTILT_OUT_OF_MEMORY="actor.backward:3,critic.forward:1-3@1"
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fulltilt.cluster.worker import Worker
+from fulltilt.records import UserError
+
+VARIABLE = "FULLTILT_OUT_OF_MEMORY"
+FAULT = re.compile(r"(?P<role>\w+)\.(?P<where>\w+):(?P<first>\d+)(-(?P<last>\d+))?(@(?P<worker>\d+))?")
+
+
+def install(worker: Worker, faults: str | None = None) -> None:
+    """Have a worker run out of memory where `faults` says, or the environment variable."""
+    given = os.environ.get(VARIABLE, "") if faults is None else faults
+    for text in filter(None, given.split(",")):
+        found = FAULT.fullmatch(text.strip())
+        if found is None or found["where"] not in PLACES:
+            raise UserError(f"{VARIABLE}: {text!r} is not ROLE.WHERE:NUMBER, with WHERE one of {', '.join(PLACES)}")
+        here = found["worker"] is None or int(found["worker"]) == worker.ranks.number
+        if here and found["role"] in worker.roles:
+            due = Due(int(found["first"]), int(found["last"] or found["first"]))
+            PLACES[found["where"]](worker, found["role"], due)
+
+
+class Due:
+    """Whether it is the turn of a call, of which the first to fail is `first`."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self._numbers = first, last, itertools.count(1)
+
+    def __call__(self) -> bool:
+        return self.first <= next(self._numbers) <= self.last
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError("out of memory on purpose. Tried to allocate 20.00 GiB.")
+
+
+def before(owner: Any, method: str, due: Callable[[], bool], then: Callable[[], object] = fail) -> None:
+    """Do something before each call of an object's method that is due."""
+    own = getattr(owner, method)
+
+    def called(*given: Any, **named: Any) -> Any:
+        if due():
+            then()
+        return own(*given, **named)
+
+    setattr(owner, method, called)
+
+
+def in_forward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    model = worker.trainers[role].role.model  # type: ignore[attr-defined]
+    layer = [each for name, each in model.named_modules() if re.fullmatch(r".*\blayers\.\d+", name)][-1]
+
+    def once() -> None:
+        def stop(*_: object) -> None:
+            handle.remove()
+            fail()
+
+        handle = layer.register_forward_pre_hook(stop)
+
+    before(worker.trainers[role].role, "terms", due, once)
+
+
+def in_backward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    learning = [each for each in worker.trainers[role].role.model.parameters() if each.requires_grad]  # type: ignore[attr-defined]
+
+    def once() -> None:
+        def stop(*_: object) -> None:
+            handle.remove()
+            fail()
+
+        handle = learning[len(learning) // 2].register_hook(stop)
+
+    before(worker.trainers[role].role, "terms", due, once)
+
+
+def in_optimizer(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    before(worker.trainers[role].optimizer, "_reserve", due)
+
+
+def in_passes(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    """`part_of` is called in every pass, also by a copy of the role, which has the same."""
+    before(worker.roles[role], "part_of", lambda: not torch.is_grad_enabled() and due())
+
+
+def in_prefill(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    before(worker.engine.runner, "run", due)  # type: ignore[union-attr]
+
+
+def in_decode(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    before(worker.engine.decoder, "_take" if worker.account.device.type == "cpu" else "launch", due)  # type: ignore[union-attr]
+
+
+PLACES: dict[str, Callable[[Worker, str, Callable[[], bool]], None]] = {
+    "forward": in_forward,
+    "backward": in_backward,
+    "optimizer": in_optimizer,
+    "passes": in_passes,
+    "prefill": in_prefill,
+    "decode": in_decode,
+}

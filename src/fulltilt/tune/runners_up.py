@@ -1,0 +1,300 @@
+"""For each knob that `auto` decides, the value that comes next and what a step takes with it; and the changes with which a run fits.
+
+Enters: a configuration, a shape, a cluster, the mean response, and the plan that they have. Leaves: a `RunnerUp` for each knob, and
+`Remedy`s. Guaranteed: each is a plan of its own, in which one knob has another value and all that is left to `auto` is decided again;
+nothing is tried that is not legal; arithmetic alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fulltilt.hardware import Cluster
+from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
+from fulltilt.plan import TOKEN_BUDGET
+from fulltilt.records import UserError
+from fulltilt.schema import Config, keys, shown, value_of
+from fulltilt.settings import is_set
+from fulltilt.shape import Shape
+from fulltilt.tune.memory_model import MemoryModel, memory_of
+from fulltilt.tune.own import OwnPlan, own_plan
+from fulltilt.tune.time_model import seconds_of
+from fulltilt.words import in_bytes, joined
+
+ALIKE = 0.01  # of a step's seconds: a smaller difference decides nothing
+Changes = Mapping[str, Any]  # of keys of the configuration
+# Knobs of which it is told that they change with another.
+TOLD = (
+    "train.shard", "train.tensor_parallel", "train.expert_parallel", "train.sequence_parallel", "rollout.tensor_parallel",
+    "train.recompute", "train.offload_optimizer", "train.offload_activations", "critic.recompute", "critic.offload_optimizer",
+    "critic.offload_params", "ref.offload_params", "reward_model.offload_params",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What is planned, for which hardware."""
+
+    config: Config
+    shape: Shape
+    cluster: Cluster
+    response: float | None
+
+    def but(self, changes: Changes) -> PlannedRun:
+        return replace(self, config=changed(self.config, changes))
+
+    def outcome(self) -> Outcome | None:
+        """None: it is not legal."""
+        try:
+            own = own_plan(self.config, self.shape, self.cluster, self.response)
+        except UserError:
+            return None
+        return Outcome(own, memory_of(own.run), seconds_of(own.run).total)
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in sections.items()})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    own: OwnPlan
+    memory: MemoryModel
+    seconds: float  # of a step
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and not self.own.refused
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The value of a knob that comes next."""
+
+    value: Any
+    seconds: float | None  # of a step; None: it does not fit
+    missing: int = 0  # bytes by which it does not fit
+    refused: str = ""  # why plan.py refuses it
+    others: Changes = field(default_factory=dict)  # what `auto` then becomes elsewhere
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """Those that fit first, by their seconds; then by how much they lack."""
+        return self.seconds is None, self.seconds or 0.0, self.missing or (1 << 60)
+
+    def in_words(self, knob: str, seconds: float) -> str:
+        """`seconds`: those of the value that was chosen."""
+        others = f" (with {joined([f'{name} {told(name, own)}' for name, own in self.others.items()], 'and')})" if self.others else ""
+        value = told(knob, self.value) + others
+        if self.seconds is None and self.missing:
+            return f"it beats {value}, which needs {in_bytes(self.missing)} more than there is"
+        if self.seconds is None:
+            return f"it beats {value}, which does not fit: {self.refused.partition('. ')[0]}"
+        if abs(self.seconds - seconds) <= ALIKE * seconds:
+            return f"{value} would take as long"
+        if self.seconds > seconds:
+            return f"it beats {value}: {in_seconds(seconds)} a step against {in_seconds(self.seconds)}"
+        return f"{value} is predicted to be faster: {in_seconds(self.seconds)} a step"
+
+    def faster(self, seconds: float) -> bool:
+        """Whether it is predicted to be faster than a value with which a step takes so many seconds."""
+        return self.seconds is not None and self.seconds < (1 - ALIKE) * seconds
+
+    def as_json(self) -> dict[str, Any]:
+        seconds = None if self.seconds is None else round(self.seconds, 3)
+        found = {"value": self.value, "step_seconds": seconds, "missing_bytes": self.missing, "refused": self.refused}
+        return found | {"with": dict(self.others)}
+
+
+def in_seconds(seconds: float | None) -> str:
+    return f"{seconds or 0.0:.{1 if (seconds or 0.0) >= 10 else 2}f} s"
+
+
+def told(knob: str, value: Any) -> str:
+    """A value for people."""
+    return in_bytes(value) if knob.endswith("_bytes") else shown(value)
+
+
+# ---- runners-up --------------------------------------------------------------------------------------------------------------------------
+
+
+def runners_up(planned: PlannedRun, own: OwnPlan) -> dict[str, RunnerUp]:
+    """Of each knob that is left to `auto` and has another legal value, the one that comes next."""
+    found = {}
+    for knob, value in own.knobs.items():
+        if is_set(planned.config, knob):
+            continue
+        tried = [runner_up(own, knob, other[knob], planned.but(other).outcome()) for other in alternatives(planned, own, knob, value)]
+        if known := [each for each in tried if each is not None]:
+            found[knob] = min(known, key=lambda each: each.order)
+    return found
+
+
+def runner_up(own: OwnPlan, knob: str, value: Any, outcome: Outcome | None) -> RunnerUp | None:
+    """What comes of another value of a knob than that of `own`."""
+    if outcome is None:
+        return None
+    if outcome.fits:
+        knobs = outcome.own.knobs
+        others = {name: knobs[name] for name in TOLD if name != knob and name in knobs and knobs[name] != own.knobs.get(name)}
+        return RunnerUp(value, outcome.seconds, others=others)
+    return RunnerUp(value, None, 0 if outcome.own.refused else missing_bytes(outcome.memory), outcome.own.refused)
+
+
+def missing_bytes(memory: MemoryModel) -> int:
+    """Bytes by which the phase that needs most does not fit."""
+    return max(memory.sample_kv_bytes - memory.kv_bytes, *(phase.total - phase.limit for phase in memory.phases.values()))
+
+
+def alternatives(planned: PlannedRun, own: OwnPlan, knob: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Other values of a knob, each with the keys that go with it."""
+    name = knob.partition(".")[2]
+    if knob in SIZES:
+        yield from ({knob: size} for size in neighbours(value, SIZES[knob](planned, own.knobs)))
+    elif name in ("token_budget", "forward_token_budget", "max_batched_tokens", "kv_bytes"):
+        yield from ({knob: size} for size in (value // 2, 2 * value))
+    elif knob == "rollout.max_seqs":
+        samples = own.run.batch.rollout_rows
+        yield from ({knob: size} for size in (value // 2, 2 * value) if 0 < size <= samples)
+    elif name == "recompute":
+        yield from ({knob: level} for level in ("none", "selective", "full") if level != value)
+    elif knob == "train.shard":
+        yield from ({knob: way} for way in ("optimizer", "full") if way != value)
+        machine = planned.cluster.per_machine
+        if value != "hybrid" and machine < own.run.cluster.gpus and own.run.cluster.gpus % machine == 0:
+            yield {knob: "hybrid", "train.shard_size": machine}
+    elif pointless(own, knob):
+        return
+    elif name.startswith("offload_") or knob in ("train.head_recompute", "rollout.release_memory", "rollout.cuda_graphs"):
+        yield {knob: not value}
+    elif knob == "train.fused_layers" and value:
+        yield {knob: False}
+
+
+def pointless(own: OwnPlan, knob: str) -> bool:
+    """Whether the run refuses the knob: where nothing else works on the same GPUs, and where gradients come and go with a pass."""
+    section, _, name = knob.partition(".")
+    if name == "offload_grads":
+        return own.run.backend == "fsdp"
+    others = [other for other in own.run.others if not other.apart]
+    if name != "offload_params":
+        return False
+    return section not in {other.role for other in others} if section != "train" else not (own.run.engine.own_copy or others)
+
+
+def neighbours(value: int, legal: Sequence[int]) -> list[int]:
+    """The next smaller and the next larger size."""
+    below, above = [size for size in legal if size < value], [size for size in legal if size > value]
+    return [*below[-1:], *above[:1]]
+
+
+def within_machine(planned: PlannedRun, gpus: int) -> int:
+    return gpus if gpus <= planned.cluster.per_machine else math.gcd(gpus, planned.cluster.per_machine)
+
+
+def sizes_of_layers(planned: PlannedRun, knobs: Mapping[str, Any]) -> list[int]:
+    return legal_sizes(planned.shape, within_machine(planned, actor_gpus(planned)))
+
+
+def sizes_of_experts(planned: PlannedRun, knobs: Mapping[str, Any]) -> list[int]:
+    if knobs["train.tensor_parallel"] > 1 or not expert_counts(planned.shape):
+        return [1]
+    return legal_expert_sizes(planned.shape, actor_gpus(planned))
+
+
+def sizes_of_sequences(planned: PlannedRun, knobs: Mapping[str, Any]) -> list[int]:
+    parts = knobs["train.tensor_parallel"]
+    return legal_sequence_sizes(planned.shape, actor_gpus(planned) // parts, parts)
+
+
+def actor_gpus(planned: PlannedRun) -> int:
+    return planned.cluster.gpus - sum(planned.config.cluster.roles.values())
+
+
+SIZES: Mapping[str, Callable[[PlannedRun, Mapping[str, Any]], list[int]]] = {
+    "train.tensor_parallel": sizes_of_layers,
+    "rollout.tensor_parallel": sizes_of_layers,
+    "train.expert_parallel": sizes_of_experts,
+    "train.sequence_parallel": sizes_of_sequences,
+}
+
+
+# ---- ways to fit -------------------------------------------------------------------------------------------------------------------------
+
+LEAST_TOKENS = 1024  # of a token budget that is offered
+# Keys with which less fits when they are set by hand.
+BY_HAND = (
+    "train.shard", "train.shard_size", "train.tensor_parallel", "train.expert_parallel", "train.sequence_parallel",
+    "rollout.tensor_parallel", "train.recompute", "train.recompute_layers", "train.offload_optimizer", "train.offload_grads",
+    "train.offload_params", "train.offload_activations", "train.head_recompute", "actor.token_budget", "actor.forward_token_budget",
+    "critic.token_budget", "critic.forward_token_budget", "critic.recompute", "critic.offload_optimizer", "critic.offload_params",
+    "ref.offload_params", "ref.forward_token_budget", "reward_model.offload_params", "reward_model.forward_token_budget",
+    "rollout.kv_bytes", "rollout.memory_fraction", "rollout.max_seqs", "rollout.release_memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a run fits, and how long its step then takes."""
+
+    words: str
+    seconds: float
+
+
+def remedies(planned: PlannedRun) -> list[Remedy]:
+    """Changes with which a run fits: those on the fewest GPUs first, then the fastest. Where one is not enough, everything that was set by
+    hand is left to `auto`, on more GPUs if it must be."""
+    for tried in (dict(single_changes(planned)), dict(all_changes(planned))):
+        found = [(run.cluster.gpus, outcome.seconds, words) for words, run in tried.items() if (outcome := run.outcome()) and outcome.fits]
+        if found:
+            return [Remedy(words, seconds) for _, seconds, words in sorted(found)]
+    return []
+
+
+def single_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+    config, gpus, set_by_hand = planned.config, planned.cluster.gpus, by_hand(planned.config)
+    changes = [{key: left_alone(key)} for key in set_by_hand]
+    budget = value_of(config, "actor.token_budget")
+    tokens = budget if isinstance(budget, int) else TOKEN_BUDGET["cuda"]
+    changes += [{"actor.token_budget": tokens // part} for part in (2, 4, 8) if tokens // part >= LEAST_TOKENS]
+    changes += [{"train.recompute": "full"}, {"train.offload_optimizer": True}, {"train.offload_activations": True}]
+    seqs = value_of(config, "rollout.max_seqs")
+    changes += [{"rollout.max_seqs": (seqs if isinstance(seqs, int) else 1024) // part} for part in (4, 16)]
+    if gpus > 1:
+        changes += [{"train.shard": "full"}]
+        sizes = [size for size in sizes_of_layers(planned, {}) if size > 1]
+        changes += [{key: size} for key in ("train.tensor_parallel", "rollout.tensor_parallel") for size in sizes]
+        changes += [{"train.expert_parallel": size} for size in legal_expert_sizes(planned.shape, actor_gpus(planned)) if size > 1]
+    for change in changes:
+        if all(value_of(config, key) != value for key, value in change.items()):
+            yield joined([f"{key} = {shown(value)}" for key, value in change.items()], "and"), planned.but(change)
+    yield from more_gpus(planned, "")
+
+
+def all_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+    if set_by_hand := by_hand(planned.config):
+        free = planned.but({key: left_alone(key) for key in set_by_hand})
+        words = f"{joined(set_by_hand, 'and')} left out"
+        yield words, free
+        yield from more_gpus(free, f" and {words}")
+
+
+def more_gpus(planned: PlannedRun, words: str) -> Iterator[tuple[str, PlannedRun]]:
+    for factor in (2, 4, 8, 16, 32, 64):
+        cluster = replace(planned.cluster, gpus=factor * planned.cluster.gpus)
+        yield f"{cluster.gpus} GPUs{words}", replace(planned, cluster=cluster)
+
+
+def by_hand(config: Config) -> list[str]:
+    return [key for key in BY_HAND if is_set(config, key)]
+
+
+def left_alone(key: str) -> Any:
+    return keys()[key].get_default(call_default_factory=True)

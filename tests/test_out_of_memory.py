@@ -1,0 +1,354 @@
+"""Memory that runs out in the middle of a run: the work is done again in smaller pieces, and the run ends with the very parameters of one
+that was not disturbed and had the same budgets; in float64, of one with any budgets. Real runs of a tiny model, with errors on purpose
+(cluster/faults.py)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from devices import Pool
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fulltilt.batching.pack import MicroSizing
+from fulltilt.cluster.budgets import smaller_budget
+from fulltilt.cluster.faults import VARIABLE
+from fulltilt.memory.account import Account
+from fulltilt.memory.trial import MemoryTrial
+from fulltilt.records import MicroBatch, TokenTerms, UserError
+from fulltilt.schema import TrainConfig
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Policy
+from fulltilt.tune import control
+
+ModelFolders = Callable[[str], Path]
+# One mini-batch of 16 samples a step, in several micro-batches. Step 1 is made once; what follows resumes from it.
+SMALL = (
+    "algorithm.minibatches_per_step=1", "actor.token_budget=160", "actor.forward_token_budget=300", "ref.forward_token_budget=300",
+    "run.save_every=1", "run.keep=9", "run.eval_every=0", "run.eval_before=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    folder = runs.make(tmp_path_factory.mktemp("memory") / "folder", model_folders("qwen2"))
+    runs.train(folder, *SMALL, "run.steps=1")
+    return folder
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda faults: monkeypatch.setenv(VARIABLE, faults)
+
+
+def second_step(first: Path, folder: Path, *overrides: str) -> runs.Trained:
+    runs.copy(first, folder)
+    return runs.train(folder, *SMALL, "run.steps=2", *overrides)
+
+
+def assert_same_parameters(one: Path, other: Path) -> None:
+    """With masters, moments and counters."""
+    step = max(runs.checkpoints(one))
+    runs.assert_equal_tensors(runs.checkpoints(one)[step], runs.checkpoints(other)[step])
+
+
+def changed(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = runs.state(runs.checkpoints(folder)[2])["changed_budgets"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "key"),
+    [
+        ("actor.backward:2", "actor.token_budget"),
+        pytest.param("actor.forward:1", "actor.token_budget", marks=pytest.mark.long),
+        pytest.param("actor.forward:3", "actor.token_budget", marks=pytest.mark.long),
+        ("actor.optimizer:1", "actor.token_budget"),
+        ("ref.passes:2", "ref.forward_token_budget"),
+    ],
+)
+def test_work_is_done_again_with_a_smaller_budget(
+    first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, key: str
+) -> None:
+    fail(fault)
+    trained = second_step(first_step, tmp_path / "disturbed")
+    ((name, budget),) = changed(tmp_path / "disturbed").items()
+    line = runs.metrics(tmp_path / "disturbed")[-1]
+    assert line["perf/out_of_memory"] == 1 and line[f"budget/{name}"] == budget
+    assert trained.said.count("out of memory in ") == 1 and f"{name} is lowered from" in trained.said
+
+    fail("")
+    second_step(first_step, tmp_path / "undisturbed", f"{key}={budget}", "run.resume=force")
+    assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
+    expected = runs.metrics(tmp_path / "undisturbed")[-1]
+    assert expected["perf/out_of_memory"] == 0 and f"budget/{name}" not in expected
+    apart = ("perf/out_of_memory", "budget/")
+    one, other = ({n: v for n, v in each.items() if not n.startswith(apart)} for each in (line, expected))
+    assert runs.without_clock([one]) == runs.without_clock([other])
+
+
+@pytest.mark.long
+def test_a_lowered_budget_is_in_the_checkpoint(first_step: Path, tmp_path: Path, fail: Callable[[str], None]) -> None:
+    """A run that resumes after memory ran out ends as one that was not stopped."""
+    fail("actor.backward:2")
+    runs.copy(first_step, tmp_path / "whole")
+    runs.train(tmp_path / "whole", *SMALL, "run.steps=3")
+    second_step(first_step, tmp_path / "stopped")
+    fail("")
+    runs.train(tmp_path / "stopped", *SMALL, "run.steps=3")
+    assert changed(tmp_path / "stopped")
+    assert_same_parameters(tmp_path / "whole", tmp_path / "stopped")
+    assert runs.without_clock(runs.metrics(tmp_path / "whole")) == runs.without_clock(runs.metrics(tmp_path / "stopped"))
+
+
+def test_three_in_a_row_end_the_run(first_step: Path, tmp_path: Path, fail: Callable[[str], None]) -> None:
+    fail("actor.forward:1-3")
+    with pytest.raises(UserError, match=r"out of memory in update-actor 3 times in a row.*Lower actor\.token_budget"):
+        second_step(first_step, tmp_path / "ended")
+    assert list(runs.checkpoints(tmp_path / "ended")) == [1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("actor.decode:1", "max_seqs"), pytest.param("actor.prefill:1", "max_batched_tokens", marks=pytest.mark.long)],
+)
+def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, name: str) -> None:
+    """Samples are those of a run that was not disturbed, token by token, and so are the parameters, if the last bits of the engine's
+    log-probs have no weight in the loss."""
+    settings = ("rollout.max_seqs=8", "algorithm.importance_cap=0", "run.resume=force")
+    second_step(first_step, tmp_path / "undisturbed", *settings)
+    fail(fault)
+    trained = second_step(first_step, tmp_path / "disturbed", *settings)
+    assert changed(tmp_path / "disturbed").keys() == {name} and f"{name} is lowered from" in trained.said
+    assert runs.metrics(tmp_path / "disturbed")[-1]["perf/out_of_memory"] == 1
+    last_bits = {"logprobs": None, "logprob_mean": None}  # which samples are computed together rounds them differently
+    found, expected = ([{**row, **last_bits} for row in runs.rollouts(tmp_path / each, 2)] for each in ("disturbed", "undisturbed"))
+    assert found == expected
+    assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
+
+
+WORKERS = ("cluster.workers=2", "run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "actor.backward:1@1",
+        pytest.param("actor.forward:2@0", marks=pytest.mark.long),
+        pytest.param("actor.optimizer:1@1", marks=pytest.mark.long),
+    ],
+)
+def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str) -> None:
+    """One of two runs out of memory: no worker makes the optimizer step, and both have the smaller budget from then on."""
+    pool = pool_of_devices
+    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    pool.faults = fault
+    try:
+        trained, noted = pool.train(disturbed, 2, *WORKERS)
+    finally:
+        pool.faults = ""
+    budget = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]["token_budget"]
+    assert f"out of memory in update-actor on worker {fault[-1]}: out of memory on purpose" in trained.said
+    assert noted.digests[0] == noted.digests[1]
+    pool.train(undisturbed, 2, *WORKERS, f"actor.token_budget={budget}")
+    assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.long
+def test_workers_that_hold_samples_recover(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    """On several machines rows are sent again, for smaller micro-batches. Whichever worker fails, all have the smaller budgets."""
+    pool = pool_of_devices
+    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    pool.apart, pool.faults = True, "ref.passes:1@1,actor.backward:1@0"
+    try:
+        pool.train(disturbed, 2, *WORKERS, "ref.forward_token_budget=160")
+        pool.faults = ""
+        changed = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]
+        budgets = (f"actor.token_budget={changed['token_budget']}", f"ref.forward_token_budget={changed['ref_token_budget']}")
+        pool.train(undisturbed, 2, *WORKERS, *budgets)
+    finally:
+        pool.apart, pool.faults = False, ""
+    assert runs.metrics(disturbed)[-1]["perf/out_of_memory"] == 2
+    assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "overrides"),
+    [
+        *((fault, ()) for fault in ("actor.forward:2", "actor.backward:1", "actor.optimizer:1", "ref.passes:1", "actor.decode:1")),
+        # In the third and fourth of four optimizer steps, twice in one mini-batch.
+        ("actor.backward:6-7,actor.optimizer:4", ("algorithm.minibatches_per_step=2", "algorithm.epochs=2", "actor.token_budget=80")),
+        ("critic.passes:1,critic.backward:2,critic.optimizer:2,actor.passes:1", ("algorithm.name=ppo", "algorithm.minibatches_per_step=2")),
+    ],
+)
+def test_no_gradient_depends_on_where_memory_ran_out(
+    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], fault: str, overrides: Sequence[str]
+) -> None:
+    """In float64, the parameters of a run with any budgets."""
+    found = []
+    for each in ("", fault):
+        fail(each)
+        folder = runs.make(tmp_path / f"run {bool(each)}", model_folders("qwen2"))
+        runs.train(folder, *SMALL, "run.steps=2", "model.dtype=float64", *overrides)
+        assert sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) == count_of(each)
+        found.append(runs.parameters(runs.checkpoints(folder)[2]))
+    assert max(float((one - found[1][name]).abs().max()) for name, one in found[0].items()) < 1e-9
+    assert all(one.dtype == torch.float64 for one in found[0].values())
+
+
+def count_of(faults: str) -> int:
+    return sum(2 if "-" in fault else 1 for fault in filter(None, faults.split(",")))
+
+
+def test_random_numbers_are_drawn_again(
+    model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that draws random numbers gets the same ones when its mini-batch is computed again."""
+    terms, drawn = Policy.terms, list[float]()
+
+    def drawing(policy: Policy, micro: MicroBatch) -> TokenTerms:
+        drawn.append(float(torch.rand(())))
+        return terms(policy, micro)
+
+    monkeypatch.setattr(Policy, "terms", drawing)
+    fail("actor.backward:2")
+    runs.train(runs.make(tmp_path / "folder", model_folders("qwen2")), *SMALL, "run.steps=1")
+    assert len(drawn) > 4 and drawn[:2] == drawn[2:4] and len({*drawn}) == len(drawn) - 2
+
+
+def test_what_failed_is_released_before_the_next_try() -> None:
+    """Without a search for garbage: the error that held its frames is gone."""
+    held = []
+
+    def run_out() -> None:
+        filling = torch.ones(10)
+        held.append(weakref.ref(filling))
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
+
+    trial = MemoryTrial(lambda: True)
+    with trial:
+        run_out()
+    assert trial.failure == "CUDA out of memory." and held[0]() is None
+    for error, may_fail in ((ValueError("x"), True), (MemoryError("x"), False)):
+        with pytest.raises(type(error)), MemoryTrial(lambda may_fail=may_fail: may_fail):  # type: ignore[misc]
+            raise error
+
+
+class NewMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, for as long as these live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.now += each.nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(each, self.forget, each.nbytes)
+        return found
+
+    def forget(self, count: int) -> None:
+        self.now -= count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_allocates_no_more_than_it_has_made_sure_of(dtype: torch.dtype) -> None:
+    """So a step that has begun to change parameters does not run out of memory."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 20)).to(dtype)
+    optimizer = Optimizer(model, TrainConfig(lr=1e-2), total_updates=4)
+    optimizer.prepare()
+    model(torch.ones(3, 40, dtype=dtype)).square().sum().backward()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    with NewMemory() as counted:
+        optimizer._apply(optimizer._held.reduced(), 1.0, 1e-2)
+    assert 40 * 60 * 4 < counted.most <= optimizer._scratch_bytes + 64  # a few scalars
+    assert all(not torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "micro_batches", "sizing", "budget"),
+    [
+        ([5, 9, 4, 3], [[1, 0], [2, 3]], MicroSizing(16), 9),
+        ([5, 5, 4, 4], [[0, 1], [2, 3]], MicroSizing(16), 5),
+        ([6, 6, 6, 6], [[0, 1, 2, 3]], MicroSizing(99), 12),
+        ([6, 5, 4, 3], [[0, 1, 2], [3]], MicroSizing(99, packing=False), 9),
+        ([30, 4, 3], [[0], [1, 2]], MicroSizing(16), 4),
+        ([5, 9], [[1], [0]], MicroSizing(9), None),
+        ([5, 9], [[1, 0]], MicroSizing(9, micro_batch=2), None),
+        ([], [], MicroSizing(9), None),
+    ],
+)
+def test_a_smaller_budget(lengths: Sequence[int], micro_batches: list[list[int]], sizing: MicroSizing, budget: int | None) -> None:
+    assert smaller_budget(sizing, lengths, micro_batches) == budget
+    if budget is not None:
+        largest = max(sum(lengths[row] for row in rows) for rows in micro_batches if len(rows) > 1)
+        again = MicroSizing(budget, packing=sizing.packing).schedule(lengths)
+        assert max((sum(lengths[row] for row in rows) for rows in again if len(rows) > 1), default=0) < largest
+
+
+# -- budgets that follow what was measured ------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("budget", "most", "peak", "activations", "tokens", "longest", "expected"),
+    [
+        (16384, 16384, 40, 20, 16384, 4096, None),  # as planned, and enough is free
+        (16384, 16384, 78, 40, 16384, 4096, 12288),  # 38 GiB beside them: 68 leave 30 for activations
+        (16384, 16384, 78, 40, 16384, 14000, 14000),  # but the longest sample has to fit
+        (16384, 16384, 78, 4, 16384, 16384, None),  # one sample alone: nothing can be lowered
+        (16384, 16384, 79, 1, 16384, 64, 64),  # whatever takes the memory, it is not the micro-batch
+        (4096, 16384, 30, 10, 4096, 1024, 8192),  # raised, by no more than a factor of 2 at once
+        (8192, 16384, 30, 20, 8192, 1024, 16384),
+        (8192, 8192, 30, 20, 8192, 1024, None),  # memory ran out with more
+        (8192, 16384, 60, 50, 8192, 1024, None),  # 9500 would fit: not worth a change
+        (8192, 16384, 30, 10, 4096, 1024, None),  # the micro-batches did not even fill the budget
+        (8192, 16384, 75, 40, 8192, 1024, None),  # neither near the end nor far from it
+        (8192, 16384, 0, 0, 8192, 1024, None),  # a CPU: nothing is measured
+    ],
+)
+def test_budgets_follow_measured_peaks(
+    budget: int, most: int, peak: int, activations: int, tokens: int, longest: int, expected: int | None
+) -> None:
+    seen = control.MeasuredPasses(peak * GIB, activations * GIB, tokens, longest)
+    change = control.follow(budget, most, seen, 80 * GIB)
+    assert (change.budget if change else None) == expected
+    if change:
+        assert change.budget <= most and change.budget >= longest and f"of 80.0 GiB with {tokens} tokens" in change.reason
+
+
+def test_no_budget_follows_on_a_device_that_measures_nothing() -> None:
+    assert control.follow(8192, 16384, control.MeasuredPasses(GIB, GIB, 8192, 64), 0) is None
+
+
+def test_a_run_follows_the_memory_it_measures(model_folders: ModelFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the device had 2 GiB and a step took nearly all of it: the budgets change in one line each, are in the checkpoint, and a run
+    that resumes goes on with them."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    settings = [each for each in SMALL if "token_budget" not in each]
+    measured = Account.metrics
+
+    def nearly_full(account: Account) -> dict[str, float]:
+        return {**measured(account), "memory_gib/update_actor/peak": 1.95, "memory_gib/update_actor/activations": 1.0}
+
+    monkeypatch.setattr(Account, "metrics", nearly_full)
+    monkeypatch.setattr(Account, "device_bytes", 2 * GIB)
+    said = runs.train(folder, *settings, "run.steps=1").said
+    (budget,) = runs.state(runs.checkpoints(folder)[1])["changed_budgets"].values()
+    assert said.count("update-actor: token_budget changes from ") == 1 and f" to {budget} tokens: the peak was 1.9 of 2.0 GiB" in said
+    monkeypatch.setattr(Account, "metrics", measured)
+    runs.train(folder, *settings, "run.steps=2")
+    assert runs.metrics(folder)[-1]["budget/token_budget"] == budget
+    assert runs.metrics(folder)[-1]["actor/micro_batches"] > runs.metrics(folder)[0]["actor/micro_batches"]
