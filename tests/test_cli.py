@@ -34,11 +34,12 @@ from fulltilt.starter import TASKS
 ModelFolders = Callable[[str], Path]
 COMMANDS = {
     "demo": ["--dir", "--json", "--quiet"],
-    "train": ["RUN.toml", "KEY=VALUE", "--check", "--json", "--quiet"],
+    "train": ["RUN.toml", "KEY=VALUE", "--check", "--overlay", "--json", "--quiet"],
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
     "chat": ["MODEL|RUN_DIR", "--system", "--step", "--plain", "--max-new-tokens", "--temperature", "--seed"],
     "doctor": ["--json"],
     "plan": ["RUN.toml", "KEY=VALUE", "--table", "--describe", "--hardware", "--shape", "--response-tokens", "--json"],
+    "tune": ["RUN.toml", "KEY=VALUE", "--out", "--steps", "--finalists", "--hardware", "--shape", "--response-tokens", "--json", "--quiet"],
     "verl": ["--dry-run", "--write", "--retune", "--gpu-memory", "--set", "--json", "--quiet"],
     "chatlearn": ["CONFIG.yaml", "--dry-run", "--write", "--retune", "--json", "--quiet"],
     "knobs": ["WORD", "--all", "--json"],

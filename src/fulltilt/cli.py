@@ -222,6 +222,7 @@ def train(
     run: RunFile,
     overrides: Overrides = None,
     check: Annotated[bool, typer.Option("--check", help="Check the configuration, the reward and the data, then stop.")] = False,
+    overlay: Annotated[Path | None, option("TUNED.toml", "Use the performance settings that `fulltilt tune` has written.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -230,6 +231,13 @@ def train(
     from fulltilt import api
     from fulltilt.observe.console import Console
 
+    if overlay is not None:
+        from fulltilt.loop import tuning
+
+        applied = tuning.with_overlay(run, overrides or (), overlay)
+        overrides = applied.overrides
+        for note in applied.notes if not quiet else ():
+            tell(note, sys.stderr)
     if check:
         api.check(run, overrides=overrides or ())
         if as_json or not quiet:
@@ -522,6 +530,50 @@ def plan(
         tell("\n".join(report.lines()))
     if not report.fits:
         raise typer.Exit(3)
+
+
+@app.command()
+def tune(
+    run: RunFile,
+    overrides: Overrides = None,
+    out: Annotated[Path, option("TUNED.toml", "The overlay to write. Default: tuned.toml.")] = Path("tuned.toml"),
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each candidate, in two turns.")] = 4,
+    finalists: Annotated[int, typer.Option(min=1, help="Most settings to measure beside what fulltilt chooses by itself.")] = 4,
+    hardware: Annotated[str | None, option("8xH100-80GB", "Only predict, for these devices, which need not be here.")] = None,
+    shape: Annotated[
+        str | None, option("NAME", "With --hardware: the model, by a well-known name such as Qwen2.5-7B, or a folder.")
+    ] = None,
+    response_tokens: Annotated[
+        float | None, option("MEAN", "Mean tokens of a response. Default: as measured, or a quarter of the longest.", min=1)
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search for faster performance settings, measure the best on the devices here, and write them as an overlay for `train --overlay`."""
+    from fulltilt import config as configuration
+    from fulltilt.tune import command
+
+    if shape is not None and hardware is None:
+        raise UserError("tune: --shape goes with --hardware: what is measured is the model of the run. Leave it out, or give --hardware")
+    config = configuration.load(run, overrides or (), here=hardware is None)
+    if missing := command.not_planned(config):
+        raise UserError(f"tune: {missing}")
+    command.check_response(response_tokens, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    loading(f"{run} and what it names" if hardware is None else "PyTorch", quiet)
+    from fulltilt.bench import report
+    from fulltilt.loop import tuning
+
+    tuning.refuse_other_file(out)
+    with report.progress(quiet=quiet) as say:
+        if hardware is None:
+            found = tuning.tune(config, steps=steps, finalists=finalists, response=response_tokens, say=say)
+        else:
+            cluster = command.cluster_for(config, hardware)
+            sizes = command.named_shape(shape or config.model.path)
+            found = tuning.predicted(config, sizes, cluster, finalists=finalists, response=response_tokens)
+    tuning.write(out, found, shlex.join(["fulltilt", "tune", str(run), *(overrides or [])]))
+    print(json.dumps(tuning.document(found), indent=1)) if as_json else tell("\n".join(tuning.table(found)))
+    tell(f"wrote {out}; use it with: {shlex.join(['fulltilt', 'train', str(run), *(overrides or []), '--overlay', str(out)])}", sys.stderr)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes, whole_experts_in_rollouts
 from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
-from fulltilt.records import UserError
+from fulltilt.records import UpdateCosts, UserError
 from fulltilt.schema import Config, shares_model, value_of
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 from fulltilt.words import either, in_bytes, many
@@ -42,6 +42,11 @@ STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the 
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
 LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
 CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
+HEADROOM = 0.15  # of the memory left for an update, that the largest micro-batch by measured costs leaves free: pieces that fit nothing
+LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
+# Of a micro-batch's seconds, that may be the same whatever its tokens, before `auto` gives it more: the host launches ahead, so that the
+# device waits only where that takes about half as long as its own work, or longer.
+WAITING = 1 / 3
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
@@ -313,8 +318,8 @@ def plan_of(
     return make_plan(config, facts)
 
 
-def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> Plan:
-    """The plan of a run; `kept` are the budgets of the checkpoint it resumes from."""
+def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None, roles: RolePlan | None = None) -> Plan:
+    """The plan of a run; `kept` are the budgets of the checkpoint it resumes from. `roles`: given where they run already."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     if "actor" in facts.roles:
@@ -324,7 +329,7 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
         reason = f"no graph can hold the model: {facts.not_captured}" if facts.not_captured else missing
         raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
     check_samples(facts, samples)
-    roles = plan_roles(config, facts, kept)
+    roles = roles or plan_roles(config, facts, kept)
     memory = rollout_memory(config, facts, roles, samples)
     check_decoding(config, facts, memory, samples)
     budgets = make_budgets(config, facts, roles, memory, samples)
@@ -1162,6 +1167,59 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     ):
         tokens *= 2
     return tokens
+
+
+def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mapping[str, UpdateCosts]) -> RolePlan:
+    """The roles with token budgets that fit what their updates were measured to take: no more than leaves `HEADROOM` of the memory free in
+    the largest micro-batch there may be; and where seconds were measured, enough that the device seldom waits for the host."""
+    made = Decisions({role: vars(own) for role, own in roles.settings.items()})
+    budgets, words = dict(roles.budgets), list(roles.words)
+    for role, own in costs.items():
+        if not made.keys[role]["offload_activations"]:  # else they have to fit the host
+            budgets[role] = budget_by_costs(config, facts, made, role, own, update_budget(config, facts.device, role, budgets))
+        words.append(costs_in_words(config, facts, made, role, own, budgets))
+    return replace(roles, budgets=budgets, words=tuple(words))
+
+
+def budget_by_costs(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, planned: int) -> int:
+    def fits(budget: int) -> bool:
+        return largest_bytes(config, facts, made, role, costs, budget)[1] <= (1 - HEADROOM) * left_by_device(config, facts, made, role)
+
+    def waits(budget: int) -> bool:
+        seconds = costs.seconds(budget, budget * min(budget, longest_row(config, facts)))
+        return bool(seconds and costs.fixed_s and costs.fixed_s > WAITING * seconds)
+
+    tokens, most = planned, max(planned, ENLARGED * update_budget(config, facts.device, role, {}))
+    while 2 * tokens <= most and waits(tokens) and fits(2 * tokens):
+        tokens *= 2
+    while tokens > LEAST_BUDGET and not fits(tokens):
+        tokens //= 2
+    return tokens
+
+
+def largest_bytes(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budget: int) -> tuple[int, int]:
+    """Tokens of the largest micro-batch that there may be with a budget, and the bytes that it takes."""
+    tokens = micro_batch_tokens(config, facts, role, {role: budget}, made.sequence(role))
+    bonus = bool(config.algorithm.entropy_coef)
+    measured = costs.bytes(tokens)
+    return tokens, facts.roles[role].update_bytes(tokens, made.keys[role], entropy_gradient=bonus) if measured is None else measured
+
+
+def left_by_device(config: Config, facts: Facts, made: Decisions, role: str) -> int:
+    return left_for_update(config, made, facts, role) if facts.device == "cuda" else int(BUDGET_SHARE * facts.host_bytes)
+
+
+def costs_in_words(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budgets: Mapping[str, int]) -> str:
+    tokens, taken = largest_bytes(config, facts, made, role, costs, update_budget(config, facts.device, role, budgets))
+    found = [f"{in_bytes(costs.token_bytes)} a token"] if costs.token_bytes is not None else []
+    if costs.token_s is not None and costs.fixed_s is not None:
+        found.append(f"{1e6 * costs.token_s:.3g} us a token and {1e3 * costs.fixed_s:.3g} ms a micro-batch")
+    left = in_bytes(max(0, left_by_device(config, facts, made, role)))
+    return (
+        f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were "
+        f"measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}, of which auto leaves "
+        f"{HEADROOM:.0%} free"
+    )
 
 
 def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:

@@ -292,3 +292,34 @@ class LossSums:
             # Trainer and engine can be compared on any sample.
             **{name: value / self.counts[name] for name, value in self.numerators.items() if self.counts[name]},
         }
+
+
+@dataclass(frozen=True)
+class UpdatePass:
+    """One measured micro-batch of an update: forward and backward. None: not measured."""
+
+    tokens: int
+    pairs: int  # of tokens that attend to each other: the sum of the squares of the samples' lengths
+    bytes: int | None = None  # that it took at most, beside what was there before and after
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateCosts:
+    """What a micro-batch of an update takes on this device, fitted to a few that were measured. None: not measured."""
+
+    fixed_bytes: float | None  # whatever its size
+    token_bytes: float | None
+    fixed_s: float | None
+    token_s: float | None
+    pair_s: float | None
+    largest: int  # tokens of the largest micro-batch that was measured
+    error: float = 0.0  # the largest relative difference between the fit and what was measured
+
+    def bytes(self, tokens: int) -> int | None:
+        return None if self.fixed_bytes is None or self.token_bytes is None else int(self.fixed_bytes + self.token_bytes * tokens)
+
+    def seconds(self, tokens: int, pairs: int) -> float | None:
+        if self.fixed_s is None or self.token_s is None or self.pair_s is None:
+            return None
+        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs

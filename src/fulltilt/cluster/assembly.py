@@ -40,6 +40,7 @@ from fulltilt.cluster.hosts import Hosts
 from fulltilt.cluster.loading import load_models
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker, make_worker
+from fulltilt.cluster.probing import Probe
 from fulltilt.cluster.samples import Samples, SamplesHere, SamplesThere
 from fulltilt.cluster.service import start_on_ray, start_processes
 from fulltilt.cluster.worker import Worker
@@ -99,14 +100,15 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def assemble(
-    config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None
-) -> RunParts:
+    config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None,
+    probe: Probe | None = None,
+) -> RunParts:  # fmt: skip
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
-    what starts several workers of this machine, if not new processes."""
+    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
@@ -151,7 +153,7 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
-    resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None,
+    resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     with contextlib.ExitStack() as on_error:
@@ -165,7 +167,7 @@ def put_together(
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
-        order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder)
+        order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder, probe=probe)
         crew = gather_crew(order, algorithm, device, paths, start)
         on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)

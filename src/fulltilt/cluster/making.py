@@ -25,6 +25,7 @@ from fulltilt.cluster import faults
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
+from fulltilt.cluster.probing import Probe, probe_updates
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import (
@@ -67,11 +68,14 @@ from fulltilt.plan import (
     RoleFacts,
     RoleSettings,
     RoleSizes,
+    budgets_by_costs,
     count_steps,
     longest_response,
+    longest_row,
     make_plan,
     plan_roles,
     unless_auto,
+    update_budget,
     updates_per_step,
 )
 from fulltilt.reward.base import RewardPool
@@ -107,6 +111,7 @@ class WorkerOrder:
     resume: Checkpoint | None = None
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
     writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
+    probe: Probe | None = None  # finds what updates take on this device; None: nothing is measured
     only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
@@ -150,7 +155,19 @@ def load_worker(
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
     kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
     worker = make_worker(
-        config, algorithm, device, models, order.texts, order.roles, order.resume, kept, grids, sharding, shared, division.words
+        config,
+        algorithm,
+        device,
+        models,
+        order.texts,
+        order.roles,
+        order.resume,
+        kept,
+        grids,
+        sharding,
+        shared,
+        division.words,
+        order.probe,
     )
     if order.roles and device.type == "cuda":
         worker.utilization = GpuUtilization.of(str(torch.cuda.get_device_properties(device).uuid))
@@ -267,18 +284,19 @@ def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
     resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grids: Mapping[str, Grid] = NO_GRIDS,
-    sharding: Sharding = UNSHARDED, shared: SharedModels | None = None, division: tuple[str, ...] = (),
+    sharding: Sharding = UNSHARDED, shared: SharedModels | None = None, division: tuple[str, ...] = (), probe: Probe | None = None,
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
     must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
-    why they are, in words."""
+    why they are, in words. `probe`: used where this worker is alone, and token budgets are neither kept nor given."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers, shared = grid.everyone, member_layers(models.layers, grid.rollout.size), shared or SharedModels()
     sampled = "rollout" in algorithm.needs and "actor" in models.own
     facts = facts_of_models(device, models, texts, layers, grids, sharding, shared, learners_of(roles), sampled=sampled)
     facts = replace(facts, division=division)
-    settings = plan_roles(config, facts, kept).settings
+    planned = plan_roles(config, facts, kept)
+    settings = planned.settings
     # Everything that holds memory comes before memory is measured.
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
     join_groups(made.roles, settings, ranks, grids, shared)
@@ -286,11 +304,15 @@ def make_worker(
     follow_and_sync(shared, models, made.trainers)
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
+    if probe and ranks.alone and made.trainers and not kept and config.actor.token_budget == "auto":
+        budgets = {role: update_budget(config, device.type, role, planned.budgets) for role in made.trainers}
+        costs = probe_updates(probe, made.trainers, facts.roles, settings, budgets, longest_row(config, facts))
+        planned = budgets_by_costs(config, facts, planned, costs)
     for role in reversed(learners_of(roles)):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need(*ROLLOUT_ROLES[shared.twin is not None])
-    plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept)
+    plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept, planned)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
     engine = None

@@ -43,6 +43,7 @@ from fulltilt.schema import Config, to_toml, value_of
 from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from fulltilt.tune.explain import explain
 from fulltilt.tune.predict import Predictor, UsedDevices, describe_run, saved_facts
+from fulltilt.tune.probe import Prober
 from fulltilt.words import first_line, joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
@@ -128,7 +129,8 @@ class Attempts:
             for text in configuration.warnings(config):
                 console.warn(text)
             with enough_memory("set-up"):
-                parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
+                kept = kept_budgets(config, path, state, changed, console)
+                parts = assemble(config, found, kept=kept, probe=prober_for(config))
             stack.callback(parts.close)
             parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
             if state:
@@ -190,6 +192,13 @@ def tell_where_time_went(folder: Path, console: Console) -> None:
             console.note(text)
     except Exception as error:  # the run is done, whatever its metrics hold
         console.warn(f"where the time went is not known: {first_line(error)}")
+
+
+def prober_for(config: Config) -> Prober | None:
+    """What finds the costs of updates, where the run is to measure them."""
+    by_auto = checks.choose_device(config.run.device).type == "cuda" and config.train.compile is not True
+    wanted = by_auto if config.run.probe == "auto" else config.run.probe
+    return Prober(clock=not config.run.deterministic) if wanted else None
 
 
 @contextlib.contextmanager
