@@ -196,9 +196,7 @@ def tell_where_time_went(folder: Path, console: Console) -> None:
 
 def prober_for(config: Config) -> Prober | None:
     """What finds the costs of updates, where the run is to measure them."""
-    by_auto = checks.choose_device(config.run.device).type == "cuda" and config.train.compile is not True
-    wanted = by_auto if config.run.probe == "auto" else config.run.probe
-    return Prober(clock=not config.run.deterministic) if wanted else None
+    return Prober(clock=not config.run.deterministic) if config.run.probe else None
 
 
 @contextlib.contextmanager
