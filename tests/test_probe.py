@@ -120,10 +120,10 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     assert Prober(folder=tmp_path / "file")("it", lambda clock: made_up(0.04, 3e-5, 2e-9)) is not None
 
 
-def test_on_a_cpu_nothing_is_measured_unless_it_is_asked_for() -> None:
-    for given, wanted in (("auto", False), (False, False), (True, True)):
-        config = configuration.parse({**PLAIN, "run": {"steps": 1, "probe": given, "device": "cpu"}}, here=False)
-        assert (prober_for(config) is not None) is wanted
+@pytest.mark.parametrize(("given", "wanted"), [({}, False), ({"probe": False}, False), ({"probe": True}, True)])
+def test_nothing_is_measured_unless_it_is_asked_for(given: dict[str, bool], wanted: bool) -> None:
+    config = configuration.parse({**PLAIN, "run": {"steps": 1, "device": "cpu", **given}}, here=False)
+    assert (prober_for(config) is not None) is wanted
 
 
 # ---- budgets -----------------------------------------------------------------------------------------------------------------------------

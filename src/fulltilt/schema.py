@@ -799,7 +799,7 @@ class ActorConfig(Section):
     )
     """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
     at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
-    where they fit well, so that the device does not wait for the host; `run.probe` sizes it by measurement."""
+    where they fit well, so that the device does not wait for the host; `run.probe = true` sizes it by measurement."""
     forward_token_budget: Count = _token_budget(
         aliases="ARR.rollout.log_prob_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing"
     )
@@ -1033,11 +1033,11 @@ class RunConfig(Section):
     else one for models under 30 million parameters, and one per core for larger ones."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
-    probe: Switch = row("auto", free=True)
+    probe: bool = row(False, free=True)
     """Measure a few micro-batches before the first step, which takes less than 20 seconds, and size `auto` token budgets by them, with 15%
     of the memory left free. The user's cache folder keeps the costs for the next run of the model on this device. With `deterministic`
     nothing reads a clock: memory alone is measured. Runs with several workers are not measured, nor those whose `actor.token_budget` is
-    given, nor resumed ones, which keep their budgets. `auto`: on for CUDA, unless `train.compile` is on."""
+    given, nor resumed ones, which keep their budgets."""
     save_rollouts: Positive = row(16, free=True, used_if=_if_sampled)
     """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 

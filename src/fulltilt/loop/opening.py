@@ -166,13 +166,6 @@ class Attempts:
             return summary
 
 
-def prober_for(config: Config) -> Prober | None:
-    """What finds the costs of updates, where the run is to measure them."""
-    by_auto = checks.choose_device(config.run.device).type == "cuda" and config.train.compile is not True
-    wanted = by_auto if config.run.probe == "auto" else config.run.probe
-    return Prober(clock=not config.run.deterministic) if wanted else None
-
-
 @dataclass(frozen=True)
 class Foreseen:
     """What the models of memory and time are for a run."""
@@ -199,6 +192,11 @@ def tell_where_time_went(folder: Path, console: Console) -> None:
             console.note(text)
     except Exception as error:  # the run is done, whatever its metrics hold
         console.warn(f"where the time went is not known: {first_line(error)}")
+
+
+def prober_for(config: Config) -> Prober | None:
+    """What finds the costs of updates, where the run is to measure them."""
+    return Prober(clock=not config.run.deterministic) if config.run.probe else None
 
 
 @contextlib.contextmanager
