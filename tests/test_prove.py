@@ -326,7 +326,8 @@ def test_after_a_worker_has_died_the_next_step_has_new_processes(small: ProofSet
             expected.failure is None and processes is not None and runner._run(step).failure is None and small.pool._processes is processes
         )
         os.kill(processes.pids[1], signal.SIGKILL)
-        assert "worker 1" in (runner._run(step).failure or "")
+        met = runner._run(step).failure  # none where the pool had seen the end of the process before the step began
+        assert "worker 1" in met if met else small.pool._processes is not processes
         again = runner._run(step)
         assert again.failure is None and small.pool._processes is not processes
         assert run.difference(expected, again, "actor") == 0

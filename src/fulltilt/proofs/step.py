@@ -172,14 +172,14 @@ def keep_outputs(step: WatchedStep, role: str, own: Callable[[MicroBatch], Any],
     return outputs
 
 
-def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable[[], Any]) -> Any:
+def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable[..., Any], *, failed: bool = False) -> Any:
     """The gradients of an optimizer step, before it clips and drops them."""
     kept = step.results.setdefault(role, {})
     for name, parameter in trainer.role.model.named_parameters():  # type: ignore[attr-defined]
         gradient = getattr(parameter, "main_grad", parameter.grad)
         if gradient is not None:
             kept[f"{trainer.optimizer.updates}/{name}"] = gradient.detach().cpu().clone()
-    return own()
+    return own(failed=failed)
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------------------------
