@@ -13,7 +13,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from cases import sample_cases
 from layers import Applied, apply_recompute
 from test_lora import settings, stir
 from test_recompute import (
@@ -35,6 +34,7 @@ from test_recompute import (
     states,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from variants import sample_cases
 
 from fulltilt.memory import activations
 from fulltilt.memory.activations import ActivationOffload, saved_bytes

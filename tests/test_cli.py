@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import runs
 import typer.main
-from cases import sample_cases
 from safetensors.torch import load_file, save_file
 from terminal import Terminal, attach
+from variants import sample_cases
 
 import fulltilt
 from fulltilt.knobs import LEDGER

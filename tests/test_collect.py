@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import runs
 import torch
-from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from variants import sample_cases
 
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, collect, fill

@@ -18,7 +18,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from cases import sample_cases
 from test_lora import settings, stir
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +28,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
+from variants import sample_cases
 
 from fulltilt.model import experts
 from fulltilt.model.load import end_tokens, load_model

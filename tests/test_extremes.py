@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import runs
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt.config import parse
 from fulltilt.plan import plan_of

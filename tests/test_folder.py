@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import runs
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt import demo, loop
 from fulltilt.bench.job import check_writable

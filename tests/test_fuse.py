@@ -11,9 +11,9 @@ import numpy as np
 import peft
 import pytest
 import torch
-from cases import sample_cases
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from variants import sample_cases
 
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import Packed

@@ -20,9 +20,9 @@ import plans
 import pytest
 import runs
 import torch
-from cases import sample_cases
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
+from variants import sample_cases
 
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts, assemble

@@ -15,8 +15,8 @@ import models
 import numpy as np
 import pytest
 import torch
-from cases import sample_cases
 from tensors import accumulated
+from variants import sample_cases
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build as build_algorithm

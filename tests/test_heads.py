@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import sample_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from variants import sample_cases
 
 from fulltilt.footprint import CUDA_BYTES, HeadOptions, Rows, head_bytes, rows_at_once
 from fulltilt.kernels import dispatch

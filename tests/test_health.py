@@ -13,8 +13,8 @@ from typing import get_args
 
 import pytest
 import runs
-from cases import sample_cases
 from safetensors.torch import load_file, save_file
+from variants import sample_cases
 
 from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, PAGE, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
 from fulltilt.records import UserError

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+from variants import sample_cases
 
 from fulltilt.footprint import PROCESSORS, AttentionLaunch, launch_for, workspace_numbers
 from fulltilt.kernels import dispatch

@@ -8,9 +8,9 @@ from typing import Any
 import models
 import pytest
 import torch
-from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from variants import sample_cases
 
 import fulltilt.model.attention as attention
 from fulltilt.kernels.packed_backward import TILE, packed_backward, parts_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt.kernels import linear as module
 from fulltilt.kernels.linear import COUNTS, MANY, TILES, Tile, among, few_rows, linear, with_rows

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from variants import sample_cases
 
 from fulltilt.footprint import sampling_bytes
 from fulltilt.kernels import dispatch, sampling

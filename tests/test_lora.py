@@ -12,10 +12,10 @@ import numpy as np
 import peft
 import pytest
 import torch
-from cases import sample_cases
 from safetensors.torch import load_file
 from tensors import restored
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3MoeConfig
+from variants import sample_cases
 
 from fulltilt.model.load import end_tokens, export, load_model
 from fulltilt.model.lora import adapted, add_adapters, export_adapter, merged_tensors, require_peft, without_adapters

@@ -10,7 +10,6 @@ import models
 import numpy as np
 import pytest
 import torch
-from cases import sample_cases
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -37,6 +36,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
 )
+from variants import sample_cases
 
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed, Scoring, UnsupportedModel

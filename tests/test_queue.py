@@ -126,14 +126,14 @@ def test_fewer_prompts_than_workers(pair: Pair, expected: list[list[list[int]]])
 def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devices: devices.Pool, folder: Path) -> None:
     with pool_of_devices.assembled(folder, 1, *SEATS) as parts:
         worker = parts.worker
-        assert worker.engine and not worker.facts().queue
+        assert worker.engine and not worker._may_queue
         worker.account.device = torch.device("cuda")
-        assert worker.facts().queue
+        assert worker._may_queue
         worker.engine.can_be_fed = False
-        assert not worker.facts().queue
+        assert not worker._may_queue
     with pool_of_devices.assembled(folder, 1, *SEATS, "run.deterministic=true") as parts:
         parts.worker.account.device = torch.device("cuda")
-        assert not parts.worker.facts().queue
+        assert not parts.worker._may_queue
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import models
 import numpy as np
 import pytest
 import torch
-from cases import sample_cases
 from layers import Applied, apply_recompute
 from test_lora import settings, stir
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PreTrainedModel, Qwen3Config
+from variants import sample_cases
 
 from fulltilt.cluster.making import be_deterministic
 from fulltilt.memory.activations import saved_bytes

@@ -18,7 +18,7 @@ from typing import Any
 import models
 import pytest
 import runs
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt import loop
 from fulltilt.loop.folder import open_run_folder

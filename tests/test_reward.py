@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt.algo.advantage import group_mean_whitened, group_relative, leave_one_out
 from fulltilt.memory.host import usable_cores

@@ -24,7 +24,6 @@ import peft
 import pytest
 import runs
 import torch
-from cases import sample_cases
 from safetensors.torch import load_file, save_file
 from test_loggers import metric_name, wandb_records
 from test_resume import cut_back
@@ -39,6 +38,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from variants import sample_cases
 
 from fulltilt.cluster.assembly import assemble
 from fulltilt.loop.experience import validate

@@ -13,12 +13,12 @@ import models
 import numpy as np
 import pytest
 import torch
-from cases import sample_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from variants import sample_cases
 
 from fulltilt.kernels import sampling as sampling_kernels
 from fulltilt.model.load import end_tokens, load_model

@@ -14,7 +14,6 @@ import devices
 import models
 import pytest
 import runs
-from cases import sample_cases
 from test_devices import (
     ADVERSARIAL,
     CASES,
@@ -30,6 +29,7 @@ from test_devices import (
     update_all,
 )  # fmt: skip
 from transformers import AutoModelForCausalLM, Qwen2Config
+from variants import sample_cases
 
 import fulltilt
 from fulltilt.algo.build import build

@@ -18,7 +18,6 @@ import pytest
 import test_tensor_parallel as tensor
 import torch
 import torch.distributed as dist
-from cases import sample_cases
 from layers import apply_recompute
 from transformers import (
     AutoConfig,
@@ -31,6 +30,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
 )
+from variants import sample_cases
 
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.memory.recompute import KeptResults, saving_to

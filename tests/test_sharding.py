@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import runs
 import torch
-from cases import sample_cases
 from shard_worker import Case, Trained, restore
+from variants import sample_cases
 
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing

@@ -18,7 +18,7 @@ import runs
 import test_expert_parallel as experts
 import test_tensor_parallel as tensor
 import torch
-from cases import sample_cases
+from variants import sample_cases
 
 from fulltilt.batching.schedule import distribute, fixed, split_minibatches
 from fulltilt.bench import scaling

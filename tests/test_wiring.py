@@ -477,7 +477,7 @@ def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch
         patched.setattr(Trainer, "accumulating", lambda *given: next(calls, out_of_memory)(*given))
         with pytest.raises(UserError, match=r"^out of memory.*: CUDA out of memory. Tried to allocate 2.00 GiB. \w+ .*train\.") as caught:
             runs.train(folder, *ONE, "algorithm.minibatches_per_step=2", "run.steps=2")
-        assert caught.value.__cause__ is not None and caught.value.__cause__.__traceback__ is None  # its frames hold what filled it
+        assert caught.value.__cause__ is None  # its frames would hold what filled the memory
     with monkeypatch.context() as patched:
         patched.setattr(making, "make_roles", out_of_memory)
         with pytest.raises(UserError, match=r"^out of memory in set-up: .* Set train\.offload_optimizer = true"):
@@ -493,7 +493,7 @@ def test_a_full_device_names_the_keys_of_its_phase() -> None:
     for phase in TIMING_NAMES:
         with pytest.raises(UserError, match=rf"^out of memory in {phase}: CUDA out of memory") as caught, worker.enough_memory(phase):
             out_of_memory()
-        named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", str(caught.value))
+        named = re.findall(r"\b[a-z_]+\.(?!md\b)[a-z_]+\b", str(caught.value))
         assert named and set(named) <= keys().keys(), phase
 
 
