@@ -110,7 +110,7 @@ def test_steps_of_ours(tmp_path: Path) -> None:
 
 
 def test_settings_take_turns_and_one_that_fails_stays_in_the_result(tmp_path: Path) -> None:
-    """A budget below the longest sample is refused when the run is planned, which ends no other setting."""
+    """A KV cache that holds no sample is refused when the run is planned, which ends no other setting."""
     tried = ["actor.token_budget=70", "rollout.kv_bytes=4096", "actor.token_budget=140 train.recompute=full"]
     given: dict[str, Any] = {"model": "tiny", "workload": "tiny", "device": "cpu", "repeats": 1, "turns": 2, "tried": tried}
     found = settings.run(settings.prepare(BenchOptions(**given), tmp_path), quiet)

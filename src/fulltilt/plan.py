@@ -42,7 +42,7 @@ STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the 
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
 LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
 CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
-HEADROOM = 0.15  # of the memory left for an update, that the largest micro-batch by measured costs leaves free: pieces that fit nothing
+HEADROOM = 0.15  # share of an update's memory that the largest micro-batch, by measured costs, leaves free for fragments
 LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
 # Of a micro-batch's seconds, that may be the same whatever its tokens, before `auto` gives it more: the host launches ahead, so that the
 # device waits only where that takes about half as long as its own work, or longer.

@@ -299,7 +299,7 @@ class UpdatePass:
     """One measured micro-batch of an update: forward and backward. None: not measured."""
 
     tokens: int
-    pairs: int  # of tokens that attend to each other: the sum of the squares of the samples' lengths
+    pairs: int  # pairs of tokens that attend to each other: the sum of the squares of the samples' lengths
     bytes: int | None = None  # that it took at most, beside what was there before and after
     seconds: float | None = None
 

@@ -104,7 +104,7 @@ class Crew:
         firsts = [facts[ranks[0]] for ranks in self._groups]
         self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
         self.notes = tuple(note for each in firsts for note in each.notes)
-        self.device = facts[actors[0]].device  # of the actor's workers
+        self.device = facts[actors[0]].device  # what the actor's workers run on
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
         self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
         self._gathers = {role for role, ranks in self._workers.items() if facts[ranks[0]].gathers}  # roles whose workers compute together
@@ -112,7 +112,7 @@ class Crew:
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self._samplers = facts[0].sampling  # workers that sample together
-        self.device_bytes = min(each.device_bytes for each in facts)  # of a worker's device; 0 on a CPU
+        self.device_bytes = min(each.device_bytes for each in facts)  # the smallest memory of a worker's device; 0 on a CPU
         # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
         # get the same.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}

@@ -22,9 +22,9 @@ from fulltilt.training.roles import Policy
 from fulltilt.training.trainer import Trainer
 
 Probe = Callable[[str, Callable[[bool], Sequence[UpdatePass]]], UpdateCosts | None]  # `tune.probe.Prober`
-PARTS = (32, 16, 8, 4)  # of the planned token budget, that micro-batches have which are measured
+PARTS = (32, 16, 8, 4)  # measured micro-batches have the planned token budget divided by each of these
 LEAST_TOKENS = 64
-REPEATS = 2  # of which the faster counts
+REPEATS = 2  # the faster one counts
 MOST_SECONDS = 12.0  # after which no further micro-batch is begun: with the one in progress, less than 20
 
 

@@ -576,7 +576,7 @@ class Worker:
         """The optimizer step; None if memory ran out, on this worker or another one."""
         alone = trainer.optimizer.alone
         try:
-            with trial if alone else contextlib.nullcontext():  # of several workers, the others would not know of the error
+            with trial if alone else contextlib.nullcontext():  # other workers would not know of the error
                 return trainer.apply(failed=trial.failure is not None)
         except StepAbandoned as end:
             trial.failure = trial.failure or str(end)

@@ -44,7 +44,7 @@ class Unknown:
 
     line: int
     why: str
-    key: str = ""  # of verl's, whose value it is
+    key: str = ""  # the key of verl whose value it is
 
     @property
     def told(self) -> str:

@@ -432,7 +432,7 @@ class Run:
         run, last = self.config.run, self.parts.plan.steps
         self._make_up_for_what_failed()
         self.console.begin_step(step)
-        self.crew.budgets.seen.clear()  # of a validation
+        self.crew.budgets.seen.clear()  # what a validation has left there
         metrics = self._step(step)
         self._follow_memory(metrics)
         metrics |= self._predicted(metrics)

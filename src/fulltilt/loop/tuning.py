@@ -42,7 +42,7 @@ from fulltilt.words import first_line, many
 
 Say = Callable[[str], None]
 WARM_UP = 1  # steps of each turn that are not measured: captures, compilation, first allocations
-TURNS = 2  # of each candidate
+TURNS = 2  # how often each candidate is measured
 FASTER = 1.02  # times the tokens per second of `auto`: less may be chance
 GIB = 2**30
 
@@ -85,7 +85,7 @@ class Candidate:
     knobs: Mapping[str, Any]
     predicted_s: float | None = None
     turns: int = 0  # that it has had
-    seconds: list[float] = field(default_factory=list)  # of each measured step
+    seconds: list[float] = field(default_factory=list)  # one number for each measured step
     tokens: list[float] = field(default_factory=list)
     response: list[float] = field(default_factory=list)  # mean tokens of responses
     peak: int | None = None  # bytes of the device

@@ -22,7 +22,7 @@ class MeasuredPasses:
 
     peak: float  # bytes, of everything on the device
     activations: float  # bytes of it that came and went with a micro-batch
-    tokens: int  # of the largest micro-batch
+    tokens: int  # those of the largest micro-batch
     longest: int  # tokens of the longest sample
 
     def peak_with(self, tokens: int) -> float:
