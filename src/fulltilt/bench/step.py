@@ -30,7 +30,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import STEP_WORKLOADS
 from fulltilt.cluster.assembly import RunParts, assemble
-from fulltilt.loop.opening import freeze_existing_objects
+from fulltilt.loop.opening import foreseen, freeze_existing_objects
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -38,6 +38,7 @@ from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.training.checkpoint import CheckpointStore
+from fulltilt.tune.predict import Predictor
 from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}
@@ -133,13 +134,17 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
 
 
 def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Mapping[str, float]]]:
-    """Seconds and metrics of each step."""
+    """Seconds and metrics of each step, with what the run predicts of them."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
+    predictor = foreseen(config, parts).found
+    if not isinstance(predictor, Predictor):
+        say(f"predictions of time and memory are left out: {predictor}")
     run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
     with freeze_existing_objects():
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
-        return [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
+        steps = [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
+    return [(seconds, {**line, **(predictor.metrics(line) if isinstance(predictor, Predictor) else {})}) for seconds, line in steps]
 
 
 def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
