@@ -63,10 +63,11 @@ PAIRS: Mapping[str, Sequence[str]] = {
     "trainer 1, engine 2": (TWO, "rollout.tensor_parallel=2"),
 }
 LONG = {"cuda": 131_072, "cpu": 256}
+EQUAL_TOKENS = 32  # of a response: on one card each takes tens of milliseconds, since gloo moves what members exchange through main memory
 
 
 def equal(scratch: Path, device: str) -> dict[str, Any]:
-    folders = {"dense": make(scratch / "dense", "small", device=device, prompts=8, samples=4)}
+    folders = {"dense": make(scratch / "dense", "small", device=device, prompts=8, samples=4, new_tokens=EQUAL_TOKENS)}
     folders["mixture"] = make_mixture(scratch / "mixture", device)
     names = [(kind, name) for kind, runs in (("dense", DENSE), ("mixture", MIXTURE)) for name in runs]
     settings = {"dense": DENSE, "mixture": MIXTURE}
@@ -83,7 +84,7 @@ def equal(scratch: Path, device: str) -> dict[str, Any]:
 
 def make_mixture(folder: Path, device: str) -> Path:
     """The small model's tokens and prompts, with a mixture of experts."""
-    make(folder, "small", device=device, prompts=8, samples=4)
+    make(folder, "small", device=device, prompts=8, samples=4, new_tokens=EQUAL_TOKENS)
     shape = json.loads((folder / "model" / "config.json").read_text())
     config = transformers.Qwen3MoeConfig(
         vocab_size=shape["vocab_size"], hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_experts=8,

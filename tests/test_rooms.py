@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": GROUND | {"kernels", "model"},
     **dict.fromkeys(SIX, BELOW_SIX),
     "plan": GROUND | {"kernels", "model", "parallel", "memory", "batching.cost"},
-    "tune": GROUND | {"kernels", "model", "parallel", "memory", "batching.cost", "plan"},
+    "tune": GROUND | {"kernels", "model", "parallel", "memory", "batching.cost", "batching.schedule", "plan"},
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,

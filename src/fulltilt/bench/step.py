@@ -38,7 +38,6 @@ from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.training.checkpoint import CheckpointStore
-from fulltilt.tune.predict import Predictor
 from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}
@@ -136,15 +135,16 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
 def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Mapping[str, float]]]:
     """Seconds and metrics of each step, with what the run predicts of them."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
-    predictor = foreseen(config, parts).found
-    if not isinstance(predictor, Predictor):
-        say(f"predictions of time and memory are left out: {predictor}")
+    predictions = foreseen(config, parts)
+    if predictions.predictor is None:
+        say(f"predictions of time and memory are left out: {predictions.found}")
     run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
     with freeze_existing_objects():
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         steps = [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
-    return [(seconds, {**line, **(predictor.metrics(line) if isinstance(predictor, Predictor) else {})}) for seconds, line in steps]
+    predicted = predictions.predictor.metrics if predictions.predictor else lambda line: {}
+    return [(seconds, {**line, **predicted(line)}) for seconds, line in steps]
 
 
 def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:

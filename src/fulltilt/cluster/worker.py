@@ -564,6 +564,8 @@ class Worker:
                 break
             found.append((sums, metrics))
             yield done + len(found), len(batches)
+        if device.type == "cuda":  # an optimizer on the host is still under way: its seconds are this phase's
+            torch.cuda.synchronize(device)
         micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
 

@@ -157,8 +157,7 @@ class Attempts:
                 console.note(text)
             stack.enter_context(freeze_existing_objects())
             with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-                predictor = predictions.found if isinstance(predictions.found, Predictor) else None
-                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files, predictor)
+                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files, predictions.predictor)
                 summary = self._run.train()
             loggers.close(finished=not summary.interrupted)
             if summary.steps and not summary.interrupted:
@@ -172,6 +171,10 @@ class Foreseen:
 
     found: Predictor | str  # or why they predict nothing
     saved: Mapping[str, Any] = field(default_factory=dict)  # for the plan's file
+
+    @property
+    def predictor(self) -> Predictor | None:
+        return self.found if isinstance(self.found, Predictor) else None
 
 
 def foreseen(config: Config, parts: RunParts) -> Foreseen:

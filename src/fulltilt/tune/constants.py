@@ -1,7 +1,8 @@
 """Every constant of the models of memory and time that is not arithmetic, in one place, each for one effect and with its source.
 
 None belongs to a row of a table, to a model, or to a number of GPUs. "GRPO table" is tests/data/published/grpo_qwen2.5_7b.csv, "DAPO table"
-is dapo7b.csv; docs/planning.md shows what the models say of both.
+is dapo7b.csv; docs/planning.md shows what the models say of both. "Fitted runs" are 13 settings of four models on one H200
+(docs/bench/predictions_fit.json): the constants of fulltilt's own time come from them, and no other run was used.
 """
 
 from __future__ import annotations
@@ -67,13 +68,31 @@ class SystemCosts:
     engine_sequence: float = 30e-6  # seconds for each sample in a step: its tokens, stop conditions, blocks
     engine_broadcast: float = 30e-6  # more where several processes share a model: the step's inputs are pickled and sent to them
     eager_layer: float = 0.22e-3  # seconds in which a decode step launches a layer without CUDA graphs: about 30 launches
+    host_unfused: float = 1.6e-3  # seconds of `host_layer` for a layer without fused kernels
+    host_again: float = 1.0  # times that, for a layer that the backward pass computes again
+    tile: int = TILE
+    traffic: float = 1.0  # times the memory traffic of fused layers
+    unfused_traffic: float = UNFUSED_TRAFFIC  # and of layers without fused kernels
+    expert_traffic: float = 1.0  # times both in a layer with experts, whose rows are put in the order of experts and back
+    gradient_traffic: int = 0  # bytes of each parameter that a micro-batch reads and writes to add its gradients
+    stops_early: bool = False  # recompute ends with the last result that is needed: a unit's last product is not computed again
+    duplex: float = 0.5  # share of both directions of the host's link that copies reach together; 0.5: one direction at a time
+    packs: bool = False  # micro-batches are packed evenly under a hard cap, and the head reads the tokens that are trained on, no others
+    graph_layer: float = 0.0  # seconds of a layer in a decode step that neither bytes nor FLOPs explain: kernels that follow one another
+    graph_unfused: float = 0.0  # more for a layer without fused kernels
+    graph_experts: float = 0.0  # more for a layer with experts: routing, order, grouped products of a few rows
+    attention_token: float = 0.0  # seconds of decoding's attention for each token that one program reads after another
+    attention_traffic: float = 1.0  # times the seconds of the bytes of keys and values, beside that
+    host_token: float = 0.0  # seconds of the host for each token of a response: samples, texts, records
 
 
 VERL = SystemCosts()
-# The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps.
+# The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps, while the next run.
 FULLTILT = SystemCosts(
-    host_layer=1.45e-3, hidden=1.0, driver_rate=math.inf, host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, pipelines=False,
-    streams_optimizer=True, engine_step=0.2e-3, engine_sequence=1e-6, engine_broadcast=0.0,
+    host_layer=1.26e-3, host_unfused=2.0e-3, host_again=2.07, host_experts=0.0, hidden=1.0, driver_rate=math.inf, host_copy=math.inf,
+    sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True, engine_step=0.0, engine_sequence=0.0, engine_broadcast=0.0,
+    tile=229, traffic=1.12, unfused_traffic=2.29, expert_traffic=1.37, gradient_traffic=8, stops_early=True, duplex=0.88, packs=True,
+    graph_layer=14e-6, graph_unfused=79e-6, graph_experts=116e-6, attention_token=67e-9, attention_traffic=0.55, host_token=1.2e-6,
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------
@@ -82,6 +101,8 @@ CONTEXT = GIB // 2  # the CUDA context with its loaded kernels
 COMMUNICATOR = GIB // 4  # NCCL's buffers for each kind of group
 WORKSPACE = GIB // 2  # cuBLAS, attention, and small tensors of the trainer
 ASLEEP = GIB  # what an engine keeps while it sleeps: captured graphs, workspaces, buffers
+OWN_WORKSPACE = GIB // 10  # the same two of fulltilt, but for its graphs: 0.10 to 0.13 GiB in the fitted runs
+GRAPHS = 6 * GIB // 10  # memory of captured graphs that torch's allocator counts as free: 0.26 to 0.75 GiB there
 ENGINE_WORKSPACE = 2 * GIB  # activations of a prefill pass and logits of a batch, inside the engine's share
 FRAGMENTED = 0.03  # share of what the trainer holds that its allocator cannot give back or use between phases
 LOGIT_BYTES = 8  # bytes for each number of whole logits without gradient: bf16, fp32, and one bf16 copy for the entropy

@@ -18,15 +18,17 @@ from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
-from fulltilt.shape import Shape
+from fulltilt.shape import DecoderLayer, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RoleDescription, RunDescription
+from fulltilt.tune.packing import packing
 from fulltilt.words import in_bytes
 
 Phase = Literal["rollout", "sync", "reward", "logprob", "ref-logprob", "values", "update-critic", "update"]
 PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
 BF16, FP32 = 2, 4
 STATES = 3  # fp32 master and two moments
+PREFILL_TOKENS = 16_384  # of a pass over prompts
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,17 @@ def memory_of(run: RunDescription) -> MemoryModel:
         resident |= named(own, staying_bytes(own.run))
     stays, held = staying_bytes(run), working_bytes(run)
     share, weights = (engine_bytes(run), engine_weights(run)) if run.rollout else (0, 0)
-    own_copy = weights if run.engine.own_copy else 0
+    own_copy, keeps = weights if run.engine.own_copy else 0, 0 if run.system.packs else c.ASLEEP
     asleep = {"engine": 0}
     if run.rollout:
-        asleep = {"engine": c.ASLEEP + (own_copy if run.engine.keeps_copy else 0) if run.engine.sleeps else share}
+        base |= {"graphs": c.GRAPHS if run.system.packs and run.engine.graphs else 0}
+        asleep = {"engine": keeps + (own_copy if run.engine.keeps_copy else 0) if run.engine.sleeps else share}
     idle = base | stays | asleep | resident
     found: dict[Phase, dict[str, int]] = {}
     if run.rollout:
-        found["rollout"] = base | stays | resident | {"engine": share}
-        found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": own_copy + c.ASLEEP}
+        awake = share - c.ENGINE_WORKSPACE + prefill_bytes(run) if run.system.packs else share
+        found["rollout"] = base | stays | resident | {"engine": awake}
+        found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": own_copy + keeps}
     if run.old_logprobs or run.reference or run.shared_reference:
         at_work = {"parameters": held["parameters"], "reference": resident["reference"] or reference_bytes(run)}
         found["logprob"] = idle | at_work | forward_bytes(run)
@@ -116,8 +120,8 @@ def memory_of(run: RunDescription) -> MemoryModel:
             found["update-critic"] = around | named(own, held_by_own) | update_bytes(own.run)
     found["update"] = idle | held | update_bytes(run)
     for kinds in found.values():
-        kinds["workspace"] = c.WORKSPACE
-        trainer = (count for kind, count in kinds.items() if kind not in ("context", "engine", "workspace"))
+        kinds["workspace"] = c.OWN_WORKSPACE if run.system.packs else c.WORKSPACE
+        trainer = (count for kind, count in kinds.items() if kind not in ("context", "engine", "graphs", "workspace"))
         kinds["fragmentation"] = int(c.FRAGMENTED * sum(trainer))
     return MemoryModel(
         {phase: PhaseMemory(kinds, run.gpu.memory) for phase, kinds in found.items()},
@@ -132,7 +136,10 @@ def staying_bytes(run: RunDescription) -> dict[str, int]:
     if run.backend == "fsdp":
         held |= {"parameters": held["parameters"] - gathered_bytes(run), "gradients": 0}
     away = zip(held, (run.offload_params, run.offload_grads, run.offload_optimizer), strict=True)
-    return held | {kind: 0 for kind, offloaded in away if offloaded}
+    left = {kind: 0 for kind, offloaded in away if offloaded}
+    if run.system.streams_optimizer and run.offload_optimizer:  # the buckets that it passes through
+        left["optimizer"] = min(held["optimizer"], STREAMED)
+    return held | left
 
 
 def working_bytes(run: RunDescription) -> dict[str, int]:
@@ -258,6 +265,8 @@ def groups(run: RunDescription) -> int:
 def update_tokens(run: RunDescription) -> float:
     """Tokens on each GPU of the largest micro-batch of the update."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
+    if batch.token_budget is not None and run.system.packs:
+        return packing(run, batch.token_budget, batch.updates).largest
     if batch.token_budget is not None:
         return most_tokens(run, batch.token_budget, batch.updates)
     return lengths.micro_batch_tokens(batch.micro_batch, max(1, batch.rows // batch.micro_batch)) / together
@@ -266,6 +275,8 @@ def update_tokens(run: RunDescription) -> float:
 def forward_tokens(run: RunDescription) -> float:
     """The same, of passes without gradient."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
+    if batch.forward_token_budget is not None and run.system.packs:
+        return packing(run, batch.forward_token_budget, 1).largest
     if batch.forward_token_budget is not None:
         return most_tokens(run, batch.forward_token_budget, 1)
     return lengths.micro_batch_tokens(batch.forward_micro_batch, max(1, batch.rows // batch.forward_micro_batch)) / together
@@ -288,11 +299,12 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
     """Activations and the head, on the pipeline's first stage, which holds most micro-batches, or on its last, which has the head. The head
     is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
-    kept = ACTIVATION_MARGIN * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
+    margin = 1.0 if run.system.packs else ACTIVATION_MARGIN  # of micro-batches whose tokens are known
+    kept = margin * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
     if run.offload_activations:  # but for what is on its way there, about a layer
         kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
-    working = ACTIVATION_MARGIN * tokens * largest_layer(run) * (1 + again)
+    working = margin * tokens * (gradient_of_layer(run, again) if run.system.packs else largest_layer(run) * (1 + again))
     head = head_of(run, tokens, learns=True)
     first, last = in_flight(run) * kept + working, kept + max(head, working)
     if last < first or head < working:
@@ -304,6 +316,22 @@ def forward_bytes(run: RunDescription) -> dict[str, int]:
     tokens = forward_tokens(run)
     layer, head = int(tokens * largest_layer(run)), head_of(run, tokens, learns=False)
     return {"activations": layer, "head": 0} if head < layer else {"activations": 0, "head": head}
+
+
+def gradient_of_layer(run: RunDescription, again: int) -> float:
+    """Bytes of a token while a layer's gradients are computed: of the wide result between its products, and of three hidden states; with
+    recompute beside what the layer kept."""
+
+    def wide(layer: DecoderLayer) -> int:
+        return layer.experts.active * 2 * layer.experts.inner if layer.experts else layer.inner
+
+    wanted = BF16 * (max(map(wide, set(run.shape.layers))) + 3 * run.shape.width) / run.layout.tensor
+    return wanted + (largest_layer(run) if again else 0)
+
+
+def read_share(run: RunDescription) -> float:
+    """The share of tokens that the head reads: all, or those that are trained on."""
+    return run.lengths.response / run.lengths.mean if run.system.packs else 1.0
 
 
 def largest_layer(run: RunDescription) -> float:
@@ -318,12 +346,21 @@ def head_of(run: RunDescription, tokens: float, *, learns: bool) -> int:
     if run.fused_head:
         entropy: Entropy = "gradient" if learns and run.entropy else "value"
         options = HeadOptions(recompute=not (learns and run.kept_logits))
-        return head_bytes(int(tokens), vocabulary, run.shape.width, options, entropy=entropy).peak
+        return head_bytes(int(tokens * read_share(run)), vocabulary, run.shape.width, options, entropy=entropy).peak
+    if run.system.packs:
+        entropy = "gradient" if learns and run.entropy else "value"
+        return head_bytes(int(tokens * read_share(run)), vocabulary, run.shape.width, HeadOptions(fused=False), entropy=entropy).peak
     each = c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)
     return int(tokens * vocabulary * each)
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------------------------------
+
+
+def prefill_bytes(run: RunDescription) -> int:
+    """Activations of a pass over prompts, each of which is read once for all its samples."""
+    prompts = run.batch.rollout_prompts / run.engines
+    return int(min(prompts * run.lengths.prompt, PREFILL_TOKENS) * largest_layer(run) * run.layout.tensor / run.engine.tensor)
 
 
 def engine_weights(run: RunDescription) -> int:

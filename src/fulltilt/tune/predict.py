@@ -33,7 +33,7 @@ MEMORY_PHASES = {
     "gen": ("rollout",), "sync": ("sync",), "reward": ("reward",), "old_log_prob": ("logprob",), "ref": ("ref-logprob", "logprob"),
     "values": ("values",), "update_critic": ("update-critic",), "update_actor": ("update",),
 }  # fmt: skip
-NOT_ALLOCATED = ("context", "fragmentation")  # kinds that torch's allocator does not count as allocated
+NOT_ALLOCATED = ("context", "fragmentation", "graphs")  # kinds that torch's allocator does not count as allocated
 
 
 @dataclass(frozen=True)

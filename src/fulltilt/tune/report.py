@@ -24,10 +24,10 @@ CLOSEST = 12  # changed runs that are changed further
 # What binds a phase, by the cause that takes most of its time.
 BINDS = {
     "products": "compute", "attention": "compute", "head": "compute", "prefill": "compute", "memory traffic": "HBM", "weights": "HBM",
-    "keys and values": "HBM", "sampling": "HBM", "optimizer": "HBM", "offload": "PCIe", "collectives": "network",
+    "keys and values": "HBM", "gradient sums": "HBM", "sampling": "HBM", "optimizer": "HBM", "offload": "PCIe", "collectives": "network",
     "collectives in layers": "network", "gathering parameters": "network", "launches": "host", "unfused positions": "host",
-    "scheduling": "host", "scoring": "host", "handing out rows": "host", "gathering rows": "host", "parameters to the engine": "host",
-    "pipeline bubble": "waiting",
+    "scheduling": "host", "scoring": "host", "records": "host", "handing out rows": "host", "gathering rows": "host",
+    "parameters to the engine": "host", "pipeline bubble": "waiting", "short kernels": "latency",
 }  # fmt: skip
 
 

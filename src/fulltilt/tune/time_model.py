@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from fulltilt.batching.cost import ModelSize, update_flops
+from fulltilt.footprint import launch_for
 from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
 from fulltilt.plan import CACHED_SAMPLES
 from fulltilt.shape import DecoderLayer, Recompute, Shape
@@ -31,7 +32,9 @@ from fulltilt.tune.memory_model import (
     learned_parameters,
     memory_of,
     parameters,
+    read_share,
 )
+from fulltilt.tune.packing import packing
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
 SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
@@ -149,6 +152,8 @@ def update_passes(run: RunDescription) -> Passes:
     tokens = rows * lengths.mean * lengths.imbalance(run.data, int(rows))
     if batch.token_budget is None:
         count = math.ceil(rows / batch.micro_batch)
+    elif run.system.packs:
+        count = packing(run, batch.token_budget, batch.updates).count
     else:
         count = math.ceil(tokens / (batch.token_budget * layout.context * layout.sequence))
     count, times = max(1, count), batch.updates * batch.epochs
@@ -161,6 +166,8 @@ def forward_passes(run: RunDescription) -> Passes:
     rows, tokens = batch.rows / run.data, run.tokens / run.data
     if batch.forward_token_budget is None:
         count = math.ceil(rows / batch.forward_micro_batch)
+    elif run.system.packs:
+        count = packing(run, batch.forward_token_budget, 1).count
     else:
         count = math.ceil(tokens / (batch.forward_token_budget * layout.context * layout.sequence))
     return Passes(tokens, rows, max(1, count), max(1, count), learns=False)
@@ -176,6 +183,7 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
         "collectives in layers": layer_collectives(run, passes),
         "launches": launch_seconds(run, passes),
         "unfused positions": rope_seconds(run, passes),
+        "gradient sums": gradient_seconds(run, passes),
     }
     gathered = gather_seconds(run, passes)
     hidden = found["products"] + found["attention"] + found["memory traffic"]
@@ -208,14 +216,26 @@ def product_seconds(run: RunDescription, passes: Passes) -> float:
     )
     group = run.layout.model_parallel
     frozen = 1 if passes.learns and run.trained is not None else 0  # weights that do not learn have no gradient: half of a backward pass
-    return passes.tokens * each * (times_forward(run, passes) - frozen) / group / rate
+    found = passes.tokens * each * (times_forward(run, passes) - frozen)
+    if run.system.stops_early and again_share(run, passes):
+        found -= passes.tokens * last_products(run, passes.in_micro_batch)
+    return found / group / rate
 
 
-def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float) -> float:
-    """FLOPs of a token in the forward pass of a layer, each product's enlarged by what its short sides waste."""
+def last_products(run: RunDescription, tokens: float) -> float:
+    """FLOPs of a token in the last product of each unit that is recomputed."""
+    last = [run.shape.layers[unit[-1]] for unit in run.recompute.units(len(run.shape.layers))]
+    return sum(layer_product_flops(run.shape, layer, run, tokens, ends=("down_proj",)) for layer in last)
+
+
+def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float, ends: tuple[str, ...] = ("",)) -> float:
+    """FLOPs of a token in the forward pass of a layer, each product's enlarged by what its short sides waste. `ends`: those of the names of
+    the products that count."""
     found = 0.0
     layout, own_tokens = run.layout, tokens / (run.layout.context * run.layout.sequence)
     for name, (inner, outer, copies) in shape.products(layer).items():
+        if not name.endswith(ends):
+            continue
         active = min(copies, layer.experts.active) if layer.experts else 1
         rows = own_tokens
         if copies > 1:  # an expert sees its share of the tokens of all GPUs that have experts between them
@@ -224,7 +244,7 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
         cut_inner = name.endswith(("o_proj", "down_proj"))
         sides = (rows, inner / parts if cut_inner else inner, outer if cut_inner else outer / parts)
         uneven = c.EXPERT_IMBALANCE if copies > 1 and layout.expert > 1 else 1.0
-        found += uneven * 2.0 * inner * outer * active * (1 + c.TILE * sum(1 / max(1.0, side) for side in sides))
+        found += uneven * 2.0 * inner * outer * active * (1 + run.system.tile * sum(1 / max(1.0, side) for side in sides))
     return found
 
 
@@ -236,10 +256,14 @@ def attention_seconds(run: RunDescription, passes: Passes) -> float:
 
 def traffic_seconds(run: RunDescription, passes: Passes) -> float:
     """What operations between products read and write."""
-    fused = run.fused_layers
-    kept = sum(count * run.shape.layer_bytes(layer, BF16, fused=fused) for layer, count in Counter(run.shape.layers).items())
+    fused, sorting = run.fused_layers, run.system.expert_traffic
+    kept = sum(
+        count * run.shape.layer_bytes(layer, BF16, fused=fused) * (sorting if layer.experts else 1.0)
+        for layer, count in Counter(run.shape.layers).items()
+    )
     again = 1.0 if run.recompute.kind != "none" and passes.learns else 0.0
-    times = (c.FORWARD_TRAFFIC * (1 + again) + (c.BACKWARD_TRAFFIC if passes.learns else 0)) * (1 if fused else c.UNFUSED_TRAFFIC)
+    times = c.FORWARD_TRAFFIC * (1 + again) + (c.BACKWARD_TRAFFIC if passes.learns else 0)
+    times *= run.system.traffic if fused else run.system.unfused_traffic
     return passes.tokens * kept * times / run.layout.model_parallel / (run.gpu.hbm * c.HBM_SHARE)
 
 
@@ -249,7 +273,7 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
     if not run.vocabulary_head:
         return 0.0
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
-    numbers = passes.tokens * shape.vocabulary / group
+    numbers = passes.tokens * read_share(run) * shape.vocabulary / group
     frozen, again = 0 if run.trained is None else 1, run.fused_head and not run.kept_logits
     flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + again if passes.learns else 0))
     moved = 0.0
@@ -264,8 +288,16 @@ def launch_seconds(run: RunDescription, passes: Passes) -> float:
     layers, layout = run.shape.layers, run.layout
     system = run.system
     ring = system.host_ring * (layout.context - 1)
-    each = sum(system.host_layer + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
-    return passes.batches * each * times_forward(run, passes)
+    host = system.host_layer if run.fused_layers else system.host_unfused
+    each = sum(host + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
+    return passes.batches * each * (times_forward(run, passes) + (system.host_again - 1) * again_share(run, passes))
+
+
+def gradient_seconds(run: RunDescription, passes: Passes) -> float:
+    """Gradients of a micro-batch are added to those before it, in float32."""
+    if not passes.learns:
+        return 0.0
+    return passes.batches * run.system.gradient_traffic * learned_parameters(run) / (run.gpu.hbm * c.HBM_SHARE)
 
 
 def rope_seconds(run: RunDescription, passes: Passes) -> float:
@@ -353,9 +385,9 @@ def optimizer_seconds(run: RunDescription) -> float:
 def offload_seconds(run: RunDescription) -> float:
     """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
     held, times = held_bytes(run), run.batch.updates * run.batch.epochs if run.system.streams_optimizer else 1
-    moved = held["parameters"] if run.offload_params else 0
-    moved += times * held["optimizer"] if run.offload_optimizer else 0
-    return 2 * moved / host_copy(run)
+    there_and_back = 2 * held["parameters"] if run.offload_params else 0
+    streamed = times * held["optimizer"] / run.system.duplex if run.offload_optimizer else 0
+    return (there_and_back + streamed) / host_copy(run)
 
 
 def activation_copies(run: RunDescription, passes: Passes) -> float:
@@ -406,7 +438,9 @@ def generation_seconds(run: RunDescription) -> PhaseSeconds:
     longest ones end alone."""
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
-    found: dict[str, float] = {"prefill": prefill_seconds(run)}
+    found: dict[str, float] = {"prefill": prefill_seconds(run, math.ceil(samples / running))}
+    if run.system.host_token:
+        found["records"] = run.system.host_token * samples * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if samples > running:
         full_steps = (samples - running) * mean / running
@@ -464,17 +498,32 @@ class DecodeCosts:
         bandwidth = gpu.hbm * c.HBM_SHARE
         reading = BF16 * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
         computing = 2 * self.multiplied * running / (gpu.flops * gpu.matmul_share)
-        keys = running * context * self.token_bytes / bandwidth
+        keys = system.attention_traffic * running * context * self.token_bytes / bandwidth
+        keys += len(shape.layers) * system.attention_token * self.in_turn(running, context)
         sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
         found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
         if parts > 1:
             moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
             found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
+        if gaps := sum(self.gap(layer) for layer in shape.layers):
+            found["short kernels"] = gaps
         on_device = sum(found.values())
         if not run.engine.graphs:
             found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
-        found["scheduling"] = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
-        return found
+        waits = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
+        return found | ({"scheduling": waits} if waits else {})
+
+    def gap(self, layer: DecoderLayer) -> float:
+        """Seconds of a layer's kernels that are too short for what they read or compute to count."""
+        system = self.run.system
+        return system.graph_layer + (0 if self.run.fused_layers else system.graph_unfused) + (system.graph_experts if layer.experts else 0)
+
+    def in_turn(self, running: float, context: float) -> float:
+        """Tokens of a sample that one program of decoding's attention reads after another."""
+        layer = max(self.run.shape.layers, key=lambda own: own.head_width)
+        keys = max(1, layer.key_heads // self.run.engine.tensor)
+        launch = launch_for(max(1, int(running)), keys, layer.head_width, BF16, self.run.lengths.longest_row)
+        return context if context <= launch.whole else max(launch.fewest, context / launch.splits)
 
 
 def read_weights(shape: Shape, running: float) -> float:
@@ -486,8 +535,10 @@ def read_weights(shape: Shape, running: float) -> float:
     return counts.shared - tables + counts.experts * (1 - (1 - routed) ** running)
 
 
-def prefill_seconds(run: RunDescription) -> float:
-    """Prompts, each once for all its samples."""
-    size = model_size(run.shape)
+def prefill_seconds(run: RunDescription, waves: int) -> float:
+    """Prompts, each once for all its samples. The host launches a pass for each wave of samples that run at once."""
+    size, system = model_size(run.shape), run.system
     tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
-    return 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
+    computing = 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
+    launching = len(run.shape.layers) * (system.host_layer if run.fused_layers else system.host_unfused) * waves if system.packs else 0.0
+    return max(computing, launching)
