@@ -79,14 +79,17 @@ def memory(scratch: Path, device: str) -> dict[str, Any]:
     return found
 
 
-def steps_of(parts: RunParts, shown: Sequence[str] = SHOWN, steps: int = STEPS) -> Iterator[dict[str, Any]]:
-    """Metrics of each step: what it computed, its memory, and what its collectives moved. Nothing is saved."""
+def steps_of(parts: RunParts, shown: Sequence[str] = SHOWN, steps: int = STEPS, *, follows: bool = False) -> Iterator[dict[str, Any]]:
+    """Metrics of each step: what it computed, its memory, and what its collectives moved. Nothing is saved. `follows`: token budgets follow
+    the memory that is measured, as in a run."""
     config, console = parts.crew.config, Console(quiet=True, stdout=sys.stderr, terminal=False)
     run = Run(config, parts, CheckpointStore(Path(config.run.dir), 1), Progress(), console, Loggers(console.warn))
     for step in range(1, steps + 1):
         console.begin_step(step)
         begin = time.perf_counter()
         found = run.rl_step(step) if parts.samples else run.sft_step(step)
+        if follows:
+            run._follow_memory(found)
         yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(tuple(shown))}}
 
 

@@ -30,7 +30,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import STEP_WORKLOADS
 from fulltilt.cluster.assembly import RunParts, assemble
-from fulltilt.loop.opening import foreseen, freeze_existing_objects
+from fulltilt.loop.opening import foreseen, freeze_existing_objects, prober_for
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -42,7 +42,7 @@ from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}
 WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations
-SETTINGS = ("rollout.", "train.", "actor.")
+SETTINGS = ("rollout.", "train.", "actor.", "run.probe")
 GIB = 2**30
 END = "<|endoftext|>"  # also the padding token
 FIRST_WORD = 0x40000  # in the planes of Unicode that are not assigned
@@ -100,7 +100,7 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
     """Steps of a run, without the checkpoint at its end."""
     say(f"{OURS}: loading {job.source.name}")
     config, begin = job.config, time.perf_counter()
-    parts = assemble(config)
+    parts = assemble(config, probe=prober_for(config))
     started = time.perf_counter() - begin
     try:
         decoder = force_lengths(job, parts).decoder

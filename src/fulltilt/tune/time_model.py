@@ -439,8 +439,8 @@ def generation_seconds(run: RunDescription) -> PhaseSeconds:
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found: dict[str, float] = {"prefill": prefill_seconds(run, math.ceil(samples / running))}
-    if run.system.host_token:
-        found["records"] = run.system.host_token * samples * run.lengths.response
+    if run.system.host_token and math.isinf(run.lengths.median):  # samples that end apart are recorded while others are decoded
+        found["records"] = run.system.host_token * running * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if samples > running:
         full_steps = (samples - running) * mean / running

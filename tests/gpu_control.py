@@ -1,0 +1,119 @@
+"""A run on one GPU whose memory shrinks while it runs, and one whose responses grow: what it changes, and what that costs.
+
+    python tests/gpu_control.py OUT.json                      # about 4 minutes on an H200
+    python tests/gpu_control.py OUT.json memory               # one of the parts
+    python tests/gpu_control.py OUT.json --device cpu         # tiny, to try the script
+
+Enters: a device. Leaves: for each part what it has measured:
+
+    memory   0.5B with deterministic kernels, three steps. After the first, torch's allocator may take less than the update needs, so that a
+             mini-batch runs out of memory and is made again with a smaller budget. A second run has the same budgets from the same step on,
+             and all memory: its parameters must have the same bits. (A CPU has no such limit: there both runs are undisturbed.)
+    drift    0.5B, responses of 200 tokens on average that grow to 4,000, beside a run that begins with 4,000: tokens per second of the last
+             steps of both, budgets, and how often memory ran out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_shards import assembled, measure, steps_of
+from gpu_workers import make
+
+from fulltilt.cluster.assembly import RunParts
+from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.tune.lengths import Lengths
+
+SHOWN = (
+    "actor/grad_norm", "actor/micro_batches", "memory_gib/update_actor/", "perf/", "response_length/", "rollout/preemptions", "timing_s/",
+)  # fmt: skip
+GIB = 2**30
+SPARE = 0.4  # share of an update's activations that the allocator may no longer take
+DRIFT = {"cuda": (200, 500, 1000, 2000, 3000, 4000, 4000, 4000), "cpu": (4, 8, 12, 12)}
+MOST = {"cuda": 8192, "cpu": 24}
+LAST = 2  # steps that are compared
+
+
+def digest(parts: RunParts) -> str:
+    """The bits of the actor's parameters."""
+    found = hashlib.sha256()
+    for name, weight in parts.worker.weights():
+        found.update(name.encode() + weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def memory(scratch: Path, device: str) -> dict[str, Any]:
+    folder = make(
+        scratch / "memory", "0.5B" if device == "cuda" else "small", device=device, prompts=16, samples=8, new_tokens=64, repeats=2
+    )
+    settings = ("run.deterministic=true", "train.lr=1e-5", f"rollout.kv_bytes={GIB}")
+    found = dict[str, Any]()
+    with assembled(folder, *settings) as parts:
+        steps = list[dict[str, Any]]()
+        for line in steps_of(parts, SHOWN, 3):
+            steps.append(line | {"budgets": asdict(parts.crew.budgets.now)})
+            if device == "cuda" and len(steps) == 1:
+                peak, activations = (line[f"memory_gib/update_actor/{kind}"] for kind in ("peak", "activations"))
+                torch.cuda.empty_cache()
+                total = torch.cuda.get_device_properties(0).total_memory
+                found["limit_gib"] = peak - SPARE * activations
+                torch.cuda.set_per_process_memory_fraction(found["limit_gib"] * GIB / total)
+        found["limited"] = {"steps": steps, "parameters": digest(parts)}
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with assembled(folder, *settings) as parts:
+        again = list[dict[str, Any]]()
+        for line in steps_of(parts, SHOWN, 3):
+            again.append(line | {"budgets": asdict(parts.crew.budgets.now)})
+            if len(again) == 1:  # what the other run has had since its second step
+                parts.crew.use_budgets(steps[1]["budgets"])
+        found["undisturbed"] = {"steps": again, "parameters": digest(parts)}
+    found["out_of_memory"] = sum(step.get("perf/out_of_memory", 0) for step in steps)
+    found["same_parameters"] = found["limited"]["parameters"] == found["undisturbed"]["parameters"]
+    return found
+
+
+def drift(scratch: Path, device: str) -> dict[str, Any]:
+    prompts, samples = (32, 8) if device == "cuda" else (4, 2)
+    folder = make(
+        scratch / "drift", "0.5B" if device == "cuda" else "small", device=device, prompts=prompts, samples=samples,
+        new_tokens=MOST[device], repeats=len(DRIFT[device]) - 1,
+    )  # fmt: skip
+    found = dict[str, Any]()
+    for name, means in {"growing": DRIFT[device], "long from the start": DRIFT[device][-LAST - 1 :]}.items():
+        with assembled(folder) as parts:
+            grow(parts, means, prompts, samples, MOST[device])
+            steps = [line | {"budgets": asdict(parts.crew.budgets.now)} for line in steps_of(parts, SHOWN, len(means), follows=True)]
+        last = steps[-LAST:]
+        tokens, seconds = (sum(line[key] for line in last) for key in ("perf/total_num_tokens", "seconds"))
+        found[name] = {"means": means, "steps": steps, "tokens_per_s": tokens / seconds}
+        print(name, round(found[name]["tokens_per_s"]), flush=True)
+    found["growing_of_long"] = found["growing"]["tokens_per_s"] / found["long from the start"]["tokens_per_s"]
+    found["out_of_memory"] = sum(
+        step.get("perf/out_of_memory", 0) for run in ("growing", "long from the start") for step in found[run]["steps"]
+    )
+    return found
+
+
+def grow(parts: RunParts, means: Sequence[int], prompts: int, samples: int, most: int) -> None:
+    """Responses of each step have lengths around its mean, spread as those of real models are."""
+    lengths = dict[tuple[int, int], int]()
+    for step, mean in enumerate(means):
+        usual = Lengths(1, most, 1.0, float(mean)).responses
+        for place, (prompt, sample) in enumerate(itertools.product(range(prompts), range(samples))):
+            length = usual[place * 37 % len(usual)]  # 37 has no common divisor with their number
+            lengths[step * prompts + prompt, sample] = max(1, min(most, round(length)))
+    engine = parts.worker.engine
+    assert isinstance(engine, NativeEngine)
+    engine.generate = partial(engine.generate, lengths=lengths)  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    measure(__doc__, {"memory": memory, "drift": drift})
