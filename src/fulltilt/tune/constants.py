@@ -1,7 +1,7 @@
 """Every constant of the models of memory and time that is not arithmetic, in one place, each for one effect and with its source.
 
 None belongs to a row of a table, to a model, or to a number of GPUs. "GRPO table" is tests/data/published/grpo_qwen2.5_7b.csv, "DAPO table"
-is dapo7b.csv; docs/planning.md shows what the models say of both. "Fitted runs" are 13 settings of four models on one H200
+is dapo7b.csv; docs/planning.md shows what the models say of both. "Fitted runs" are 25 runs of four models on two H200
 (docs/bench/predictions_fit.json): the constants of fulltilt's own time come from them, and no other run was used.
 """
 
@@ -70,6 +70,7 @@ class SystemCosts:
     eager_layer: float = 0.22e-3  # seconds in which a decode step launches a layer without CUDA graphs: about 30 launches
     host_unfused: float = 1.6e-3  # seconds of `host_layer` for a layer without fused kernels
     host_again: float = 1.0  # times that, for a layer that the backward pass computes again
+    host_selective: float = 0.0  # more of it, for a layer that selective recompute follows operation by operation
     tile: int = TILE
     traffic: float = 1.0  # times the memory traffic of fused layers
     unfused_traffic: float = UNFUSED_TRAFFIC  # and of layers without fused kernels
@@ -89,10 +90,11 @@ class SystemCosts:
 VERL = SystemCosts()
 # The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps, while the next run.
 FULLTILT = SystemCosts(
-    host_layer=1.26e-3, host_unfused=2.0e-3, host_again=2.07, host_experts=0.0, hidden=1.0, driver_rate=math.inf, host_copy=math.inf,
-    sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True, engine_step=0.0, engine_sequence=0.0, engine_broadcast=0.0,
-    tile=229, traffic=1.12, unfused_traffic=2.29, expert_traffic=1.37, gradient_traffic=8, stops_early=True, duplex=0.88, packs=True,
-    graph_layer=14e-6, graph_unfused=79e-6, graph_experts=116e-6, attention_token=67e-9, attention_traffic=0.55, host_token=1.2e-6,
+    host_layer=1.35e-3, host_unfused=2.0e-3, host_again=1.93, host_selective=4.6, host_experts=0.0, hidden=1.0, driver_rate=math.inf,
+    host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True, engine_step=0.0, engine_sequence=0.0,
+    engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29, expert_traffic=1.37, gradient_traffic=8, stops_early=True,
+    duplex=0.88, packs=True, graph_layer=17.5e-6, graph_unfused=82e-6, graph_experts=122e-6, attention_token=67e-9,
+    attention_traffic=0.36, host_token=1.2e-6,
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def head_of(run: RunDescription, tokens: float, *, learns: bool) -> int:
 
 def prefill_bytes(run: RunDescription) -> int:
     """Activations of a pass over prompts, each of which is read once for all its samples."""
-    prompts = run.batch.rollout_prompts / run.engines
+    prompts = min(run.batch.rollout_prompts / run.engines, -(-run.engine.max_seqs // run.batch.samples))
     return int(min(prompts * run.lengths.prompt, PREFILL_TOKENS) * largest_layer(run) * run.layout.tensor / run.engine.tensor)
 
 

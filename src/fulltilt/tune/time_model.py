@@ -197,8 +197,10 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
 
 def again_share(run: RunDescription, passes: Passes) -> float:
     """The share of a forward pass over the layers that the backward pass repeats. What selective recompute repeats is memory traffic."""
-    if not passes.learns or run.recompute.kind != "full":
-        return 0.0
+    return recomputed_share(run) if passes.learns and run.recompute.kind == "full" else 0.0
+
+
+def recomputed_share(run: RunDescription) -> float:
     layers = len(run.shape.layers)
     return sum(map(len, run.recompute.units(layers))) / layers
 
@@ -290,7 +292,10 @@ def launch_seconds(run: RunDescription, passes: Passes) -> float:
     ring = system.host_ring * (layout.context - 1)
     host = system.host_layer if run.fused_layers else system.host_unfused
     each = sum(host + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
-    return passes.batches * each * (times_forward(run, passes) + (system.host_again - 1) * again_share(run, passes))
+    times = times_forward(run, passes) + (system.host_again - 1) * again_share(run, passes)
+    if passes.learns and run.recompute.kind == "selective":
+        times += system.host_selective * recomputed_share(run)
+    return passes.batches * each * times
 
 
 def gradient_seconds(run: RunDescription, passes: Passes) -> float:
@@ -536,9 +541,12 @@ def read_weights(shape: Shape, running: float) -> float:
 
 
 def prefill_seconds(run: RunDescription, waves: int) -> float:
-    """Prompts, each once for all its samples. The host launches a pass for each wave of samples that run at once."""
+    """Prompts, each once for all its samples. The host launches a pass, and two for each further wave of samples that run at once: not all
+    places become free together."""
     size, system = model_size(run.shape), run.system
     tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
     computing = 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
-    launching = len(run.shape.layers) * (system.host_layer if run.fused_layers else system.host_unfused) * waves if system.packs else 0.0
+    launching = (
+        len(run.shape.layers) * (system.host_layer if run.fused_layers else system.host_unfused) * (2 * waves - 1) if system.packs else 0.0
+    )
     return max(computing, launching)
