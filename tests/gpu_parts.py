@@ -71,7 +71,7 @@ def equal(scratch: Path, device: str) -> dict[str, Any]:
     folders["mixture"] = make_mixture(scratch / "mixture", device)
     names = [(kind, name) for kind, runs in (("dense", DENSE), ("mixture", MIXTURE)) for name in runs]
     settings = {"dense": DENSE, "mixture": MIXTURE}
-    with ThreadPoolExecutor(4) as at_once:  # most of their time is spent in starting
+    with ThreadPoolExecutor(len(names)) as at_once:  # most of their time is spent in starting
         results = at_once.map(lambda each: train(folders[each[0]], each[1], *EXACT, *settings[each[0]][each[1]]), names)
         found = dict(zip(names, results, strict=True))
     for kind, name in names:
