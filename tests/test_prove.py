@@ -401,7 +401,7 @@ def test_other_samples_are_other_gradients(small: ProofSetup) -> None:
     assert (record.gradients_equal, record.holds) == (False, False) and "of 32 samples have different tokens" in record.reason
 
 
-@pytest.mark.long
+@pytest.mark.matrix  # three minutes of compiling; tests of `train.compile` itself are in test_knob_runs.py
 def test_compiled_layers_differ_by_the_norms_in_float32_alone(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 

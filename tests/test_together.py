@@ -139,7 +139,7 @@ KINDS = [(owner, adapters) for adapters in (False, True) for owner in OWNERS]
 
 @pytest.mark.parametrize(
     ("owner", "adapters"),
-    [pytest.param(*kind, marks=pytest.mark.long if kind[0] == "compile" else ()) for kind in KINDS],
+    [pytest.param(*kind, marks=() if kind[0] != "compile" else pytest.mark.matrix if kind[1] else pytest.mark.long) for kind in KINDS],
     ids=[f"{'adapters' if adapters else 'all'}-{owner}" for owner, adapters in KINDS],
 )
 def test_what_is_allowed_runs_and_keeps_the_gradients(build: Callable[[str, bool], Built], owner: str, adapters: bool) -> None:
@@ -178,7 +178,7 @@ def model_of(folder: Path, dtype: str = "float32") -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder), dtype=dtype), CPU)
 
 
-@pytest.mark.long
+@pytest.mark.matrix  # a run that compiles to code is in test_knob_runs.py
 def test_layers_compiled_to_code_compute_what_they_did(model_folders: ModelFolders) -> None:
     """The whole of torch.compile. What one layer compiles serves all, with any number of tokens."""
     torch._dynamo.reset()
