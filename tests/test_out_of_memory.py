@@ -133,31 +133,85 @@ def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, f
     assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
 
 
-WORKERS = ("cluster.workers=2", "run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+WORKERS = ("run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+
+
+FULL, HYBRID = ("train.shard=full",), ("train.shard=hybrid", "train.shard_size=2")
+FIRST = "actor.forward:1@0"
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "workers", "layout"),
     [
-        "actor.backward:1@1",
-        pytest.param("actor.forward:2@0", marks=pytest.mark.long),
-        pytest.param("actor.optimizer:1@1", marks=pytest.mark.long),
+        ("actor.backward:1@1", 2, ()),
+        pytest.param("actor.forward:2@0", 2, (), marks=pytest.mark.long),
+        pytest.param("actor.optimizer:1@1", 2, (), marks=pytest.mark.long),
+        ("actor.backward:2@1", 2, FULL),
+        *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
+        *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
     ],
 )
-def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str) -> None:
-    """One of two runs out of memory: no worker makes the optimizer step, and both have the smaller budget from then on."""
+def test_all_workers_do_the_mini_batch_again(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, workers: int, layout: Sequence[str]
+) -> None:
+    """One of them runs out of memory: no worker makes the optimizer step, and all have the smaller budget from then on."""
     pool = pool_of_devices
     disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
     pool.faults = fault
     try:
-        trained, noted = pool.train(disturbed, 2, *WORKERS)
+        trained, noted = pool.train(disturbed, workers, *WORKERS, *layout)
     finally:
         pool.faults = ""
     budget = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]["token_budget"]
     assert f"out of memory in update-actor on worker {fault[-1]}: out of memory on purpose" in trained.said
-    assert noted.digests[0] == noted.digests[1]
-    pool.train(undisturbed, 2, *WORKERS, f"actor.token_budget={budget}")
+    assert len(set(noted.digests)) == 1
+    pool.train(undisturbed, workers, *WORKERS, *layout, f"actor.token_budget={budget}")
     assert_same_parameters(disturbed, undisturbed)
+
+
+# Of passes without gradient, the first gathers what lies outside the layers, and the others do not; with `reshard_after_forward` false they
+# gather nothing.
+PASSES = ("ref.forward_token_budget=80", "actor.forward_token_budget=80", "algorithm.minibatches_per_step=2")
+EVERYWHERE = "ref.passes:1@1,actor.passes:2@0,actor.forward:1@0,actor.optimizer:3@1,actor.backward:9@1"
+PPO = ("algorithm.name=ppo", "algorithm.minibatches_per_step=2", "critic.forward_token_budget=80")
+OF_PPO = "critic.passes:2@1,critic.forward:1@0,critic.backward:2@1,critic.optimizer:2@0,actor.backward:1@1"
+
+
+@pytest.mark.parametrize(
+    ("faults", "workers", "overrides"),
+    [
+        ("ref.passes:2@1,actor.forward:2@0", 2, (*FULL, *PASSES)),
+        *(
+            pytest.param(faults, workers, overrides, marks=pytest.mark.matrix)
+            for faults, workers, overrides in (
+                (EVERYWHERE, 2, (*FULL, *PASSES)),
+                (EVERYWHERE, 2, (*FULL, *PASSES, "train.reshard_after_forward=false")),
+                (EVERYWHERE, 2, (*FULL, *PASSES, "train.recompute=full", "train.forward_prefetch=false")),
+                (EVERYWHERE, 2, (*FULL, *PASSES, "lora.rank=4")),
+                (EVERYWHERE, 4, (*HYBRID, *PASSES)),
+                (OF_PPO, 2, (*FULL, *PPO)),
+                (OF_PPO, 4, (*HYBRID, *PPO)),
+            )
+        ),
+    ],
+)
+def test_no_gradient_of_several_workers_depends_on_where_memory_ran_out(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, faults: str, workers: int, overrides: Sequence[str]
+) -> None:
+    """In float64, the parameters of a run with any budgets, where parameters are shared out."""
+    pool, found = pool_of_devices, []
+    try:
+        for each in ("", faults):
+            pool.faults = each
+            folder = runs.make(tmp_path / f"run {bool(each)}", model_folders("qwen2"))
+            pool.train(folder, workers, *WORKERS, "run.steps=2", "model.dtype=float64", *overrides)
+            print([{k: v for k, v in line.items() if "micro" in k or "out_of" in k} for line in runs.metrics(folder)])
+            assert sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) == count_of(each)
+            found.append(runs.parameters(runs.checkpoints(folder)[2]))
+    finally:
+        pool.faults = ""
+    assert max(float((one - found[1][name]).abs().max()) for name, one in found[0].items()) < 1e-9
+    assert all(one.dtype == torch.float64 for one in found[0].values())
 
 
 @pytest.mark.long

@@ -310,7 +310,7 @@ class Crew:
 
         def finish(work: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
             for failures in itertools.count(1):
-                for done, _ in enumerate((item for rank, item in work.call.items() if rank in telling), start=1):
+                for done, _ in enumerate((item for rank, item in work.call.items() if item and rank in telling), start=1):
                     report(done, len(plan))
                 results: list[Annotated] = self._results(role, work.call)[:: self._sharing[role]]
                 failed = failed_of(telling, results)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fulltilt.cluster.worker import Worker
+from fulltilt.model.arrays import is_shard
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_OUT_OF_MEMORY"
@@ -84,14 +85,23 @@ def in_forward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
 
 
 def in_backward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    learning = [each for each in worker.trainers[role].role.model.parameters() if each.requires_grad]  # type: ignore[attr-defined]
+    model: torch.nn.Module = worker.trainers[role].role.model  # type: ignore[attr-defined]
+    learning = [each for each in model.parameters() if each.requires_grad]
+    layers = [each for name, each in model.named_modules() if re.fullmatch(r".*\blayers\.\d+", name)]
 
     def once() -> None:
         def stop(*_: object) -> None:
             handle.remove()
             fail()
 
-        handle = learning[len(learning) // 2].register_hook(stop)
+        def watch(_: object, __: object, states: Any) -> None:
+            handle.remove()
+            (states[0] if isinstance(states, tuple) else states).register_hook(fail)
+
+        if any(map(is_shard, learning)):  # gradients go to parameters that are whole, which a pass makes anew
+            handle = layers[len(layers) // 2 - 1].register_forward_hook(watch)
+        else:
+            handle = learning[len(learning) // 2].register_hook(stop)
 
     before(worker.trainers[role].role, "terms", due, once)
 

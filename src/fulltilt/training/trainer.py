@@ -61,9 +61,13 @@ class Trainer:
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
             yield
         for _ in range(passes - len(micro_batches)):
-            self.role.nothing().backward()  # type: ignore[no-untyped-call]
+            self.make_nothing()
             yield
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
+
+    def make_nothing(self) -> None:
+        """Make a pass that adds nothing to the gradients."""
+        self.role.nothing().backward()  # type: ignore[no-untyped-call]
 
     def _marked(self, micro_batches: list[MicroBatch], passes: int, marking: Marking) -> Generator[None, None, list[MicroBatch]]:
         logprobs = []
