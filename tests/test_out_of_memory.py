@@ -137,6 +137,7 @@ WORKERS = ("run.steps=1", *(each for each in SMALL if "token_budget" not in each
 
 
 FULL, HYBRID = ("train.shard=full",), ("train.shard=hybrid", "train.shard_size=2")
+SEQUENCE, TENSOR = ("train.sequence_parallel=2", "actor.token_budget=40"), ("train.tensor_parallel=2",)
 FIRST = "actor.forward:1@0"
 
 
@@ -147,6 +148,13 @@ FIRST = "actor.forward:1@0"
         pytest.param("actor.forward:2@0", 2, (), marks=pytest.mark.long),
         pytest.param("actor.optimizer:1@1", 2, (), marks=pytest.mark.long),
         ("actor.backward:2@1", 2, FULL),
+        ("actor.backward:2@1", 2, SEQUENCE),
+        ("actor.backward:2@1", 2, TENSOR),
+        *(
+            pytest.param(fault, 2, layout, marks=pytest.mark.matrix)
+            for layout in (SEQUENCE, TENSOR)
+            for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")
+        ),
         *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
         *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
     ],

@@ -471,7 +471,7 @@ class Worker:
         if trial.failure is not None:
             free_unused(self.account.device)
             self._need_for_passes(role)
-            for _ in joint.complete(lambda: own.annotate(FILLER)):
+            for _ in joint.complete(lambda place: self._pass_over_filler(own, None if place is None else micro_batches[place])):
                 yield None
         for shards in self._shards_of(own):
             shards.rest()
@@ -495,6 +495,16 @@ class Worker:
                 if place < len(micro_batches):
                     yield numbers
 
+    @staticmethod
+    @torch.no_grad()
+    def _pass_over_filler(role: Role, micro: MicroBatch | None) -> None:
+        """`micro`: in place of a pass over this micro-batch, for workers that compute it together."""
+        if micro is None:
+            role.annotate(FILLER)
+            return
+        with role.standing_in(micro):
+            pass
+
     def _need_for_passes(self, role: str) -> None:
         """The reference may be the actor without its adapters."""
         self.residents.need("actor" if "actor" in self.roles and self.roles[role].model is self.actor.model else role)
@@ -503,14 +513,15 @@ class Worker:
         return [shards for shards in self.shards if shards.model is role.model]
 
     def _waits_for_parts(self, role: Role) -> bool:
-        """Whether other workers need what this one computes in the role's passes: if it gave a pass up, they would wait for it."""
-        return role.meets or role.sequence.size > 1 or role.tensor.size > 1
+        """Whether other workers wait for as many numbers of this one in the role's passes as depends on what it computes."""
+        return role.meets
 
     def _joint_passes(self, role: Role, own: int) -> JointPasses:
         """The passes that every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
-        another's experts; none elsewhere. `own`: how many micro-batches this worker has."""
-        shards = self._shards_of(role)
-        return JointPasses(shards, self.ranks.most(own, self.account.device) if shards or role.meets else 0)
+        another's experts; elsewhere, those that several workers make together. `own`: how many micro-batches this worker has."""
+        shards, together = self._shards_of(role), role.sequence.size > 1 or role.tensor.size > 1
+        agreed = self.ranks.most(own, self.account.device) if shards or role.meets else 0
+        return JointPasses(self.ranks.progress, shards, agreed, own, together=together)
 
     def trace(self, role: str) -> PassTrace:
         """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
@@ -555,6 +566,7 @@ class Worker:
         seconds, failure = 0.0, None
         for batch in batches[done:]:
             joint = self._joint_passes(trainer.role, len(batch.micro_batches))
+            given_up = partial(self._fill_in, trainer, [micro for micro in batch.micro_batches if len(micro.trained)])
             random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer, joint))
             begin = time.perf_counter()
             with trial, self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
@@ -564,7 +576,7 @@ class Worker:
                 yield done + len(found), len(batches)
             else:
                 free_unused(device)
-                yield from joint.complete(trainer.make_nothing)
+                yield from joint.complete(given_up)
             metrics = self._apply(trainer, trial)
             if metrics is None:
                 trainer.optimizer.zero_grad()
@@ -576,6 +588,10 @@ class Worker:
             yield done + len(found), len(batches)
         micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
+
+    @staticmethod
+    def _fill_in(trainer: Trainer, micro_batches: Sequence[MicroBatch], place: int | None) -> None:
+        trainer.make_nothing(None if place is None else micro_batches[place])
 
     def _repeats(self, trainer: Trainer, joint: JointPasses) -> bool:
         """Whether a mini-batch that ran out of memory can be repeated: no other worker waits inside its passes for what this one does not

@@ -10,6 +10,7 @@ whole model and inside `in_one_pass`; one that runs out of memory in a pass comp
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +91,6 @@ class Shards:
     sharing: Sharing
     types: Mapping[str, torch.dtype]  # by parameter: the type that is computed with, which it had before it was shared out
     units: Sequence[FSDPModule]  # the modules whose parameters become whole together, the whole model last
-    progress: PassProgress
     apart: frozenset[str] = frozenset()  # the parameters of experts that are divided
     version: int = 0  # how many times the parameters were changed
 
@@ -115,13 +115,18 @@ class Shards:
             unit.reshard()
 
     @property
-    def may_give_up(self) -> bool:
-        """Whether a pass in which this worker runs out of memory can be completed. torch 2.13 can make a model forget such a pass."""
-        return hasattr(self.units[-1], "reset_iter_state") and not self.progress.in_doubt
+    def progress(self) -> PassProgress:
+        return self.sharing.everyone.progress
 
-    def complete_pass(self, make_pass: Callable[[], object]) -> None:
-        """Take part in the collectives that are left of the last pass, which this worker has given up. `make_pass`: makes another one of
-        the same kind, over anything. Sums of gradients mean nothing afterwards, on any worker."""
+    @property
+    def may_give_up(self) -> bool:
+        """Whether a pass in which this worker runs out of memory can be completed: torch 2.13 can make a model forget such a pass."""
+        return hasattr(self.units[-1], "reset_iter_state")
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Encloses a pass that takes part in the collectives that are left of the last one, which this worker has given up, and which must
+        have been of the same kind. Sums of gradients mean nothing afterwards, on any worker."""
         root, progress = self.units[-1], self.progress
         # Passes without gradient leave parameters whole, which later ones do not gather again.
         whole = [number for number, unit in enumerate(self.units) if any(not is_shard(own) for own in unit_parameters(unit))]
@@ -131,8 +136,7 @@ class Shards:
         for number in summed:  # the sum over groups, which follows the one inside a group, is not made again either
             self.units[number].set_requires_all_reduce(False, recurse=False)
         try:
-            with progress.completing():
-                make_pass()
+            yield
         finally:
             for number in summed:
                 self.units[number].set_requires_all_reduce(True, recurse=False)
@@ -145,28 +149,35 @@ class Shards:
 
 
 class JointPasses:
-    """The passes of a mini-batch, or of a phase without gradient, which all workers make at the same time where parameters are shared out.
-    A worker that gives one up makes all that are left of them, so that the others come to their end."""
+    """The passes of a mini-batch, or of a phase without gradient, which other workers make at the same time: all, where parameters are
+    shared out, or those that compute micro-batches together. A worker that gives one up makes all that are left of them over fillers, so
+    that the others come to their end."""
 
-    def __init__(self, shards: Sequence[Shards], agreed: int) -> None:
-        """`shards`: of the model; none where it is not shared out. `agreed`: how many passes all workers make."""
-        self._shards, self.agreed = shards, agreed
-        self._before = [each.progress.begun for each in shards]
+    def __init__(self, progress: PassProgress, shards: Sequence[Shards], agreed: int, own: int, *, together: bool) -> None:
+        """`shards`: of the model; none where it is not shared out. `agreed`: how many passes all workers make at least. `own`: how many
+        micro-batches this worker has, `together` with others."""
+        self.agreed, self._own, self._together = agreed, own, together
+        self._progress, self._shards, self._before = progress, shards, progress.begun
 
     @property
     def may_be_given_up(self) -> bool:
-        return all(each.may_give_up for each in self._shards)
+        return not self._progress.in_doubt and all(each.may_give_up for each in self._shards)
 
-    def complete(self, make_pass: Callable[[], object]) -> Iterator[None]:
-        """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind, over anything."""
-        for shards, before in zip(self._shards, self._before, strict=True):
-            begun = shards.progress.begun - before
-            if begun:
-                shards.complete_pass(make_pass)
-                yield
-            for _ in range(self.agreed - begun):
-                make_pass()
-                yield
+    def complete(self, make_pass: Callable[[int | None], object]) -> Iterator[None]:
+        """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind over a filler, in place of the
+        micro-batch of this number, where that matters to the workers that compute it together."""
+        places = [place if self._together and place < self._own else None for place in range(max(self.agreed, self._own * self._together))]
+        begun = self._progress.begun - self._before
+        if begun and places:
+            with contextlib.ExitStack() as stack:
+                for shards in self._shards:
+                    stack.enter_context(shards.completing())
+                stack.enter_context(self._progress.completing())
+                make_pass(places[begun - 1])
+            yield
+        for place in places[begun:]:
+            make_pass(place)
+            yield
 
 
 def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
@@ -186,9 +197,9 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
         reshard = sharing.reshard_after_forward and module is not model
         mesh = sharing.experts.mesh if sharing.experts and module in experts else sharing.mesh
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    units, progress = list(units_of(model)), PassProgress()
+    units = list(units_of(model))
     for number, unit in enumerate(units):
-        sum_gradients(unit, number, sharing, progress)
+        sum_gradients(unit, number, sharing)
     apart = frozenset(f"{prefix}.{name}" for module, prefix in experts.items() for name, _ in module.named_parameters())
     if sharing.forward_prefetch:
         for module, following in itertools.pairwise((model, *layers)):
@@ -196,9 +207,8 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
             module.set_modules_to_forward_prefetch([following])
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
-    setattr(model, ONE_PASS, beginning(progress, getattr(model, ONE_PASS)))  # parameters are gathered before `call` is called
     model.computing_type = computing  # type: ignore[assignment]
-    return Shards(model, sharing, types, units, progress, apart)
+    return Shards(model, sharing, types, units, apart)
 
 
 def expert_units(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -227,14 +237,6 @@ def call(compute: Callable[[], Any]) -> Any:
     return compute()
 
 
-def beginning(progress: PassProgress, make_pass: Callable[..., Any]) -> Callable[..., Any]:
-    def begin(compute: Callable[[], Any]) -> Any:
-        progress.begin()
-        return make_pass(compute)
-
-    return begin
-
-
 def widen(module: torch.nn.Module) -> None:
     """Let parameters that learn be their own masters. They get memory of their own: others may read that of the loaded model."""
     for parameter in module.parameters():
@@ -251,13 +253,13 @@ def units_of(model: torch.nn.Module) -> Iterator[FSDPModule]:
     yield from (module for module in reversed(list(model.modules())) if isinstance(module, FSDPModule))
 
 
-def sum_gradients(unit: FSDPModule, number: int, sharing: Sharing, progress: PassProgress) -> None:
+def sum_gradients(unit: FSDPModule, number: int, sharing: Sharing) -> None:
     """`number`: the unit's place among those of the model."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: workers whose tokens have not reached an expert add zeros for it
         unit.set_reduce_scatter_unused_params(True)
-    moved = sharing.everyone.moved
+    moved, progress = sharing.everyone.moved, sharing.everyone.progress
     unit.set_custom_all_gather(CountedGather(moved, progress, number))  # type: ignore[arg-type]
     replicated = sharing.group.size < sharing.everyone.size
     unit.set_custom_reduce_scatter(CountedReduce(moved, progress, number, replicated=replicated))  # type: ignore[arg-type]

@@ -4,6 +4,9 @@ Every pass through a model that is shared out (parallel/apply.py) makes the same
 So a worker that runs out of memory in the middle of one makes another over a filler of two tokens, in which it leaves out the collectives
 that it has made already, and takes part in the others. What the workers compute from them means nothing, and all of them drop it.
 
+Where workers compute a micro-batch together, their collectives are as large as the micro-batch: there the worker sends zeros in place of
+what it has for its filler, for as many tokens as the others expect.
+
 Enters: where passes and collectives begin. Leaves: which collectives a worker takes part in. Guaranteed: in every pass each collective is
 made once, whether the pass was given up or not. No tensor is seen here.
 """
@@ -27,6 +30,7 @@ class PassProgress:
     begun: int = 0  # passes, without those that complete one that was given up
     in_doubt: bool = False  # whether a collective has failed: nobody knows whether the other workers have what they need of it
     made: Counter[Hashable] = field(default_factory=Counter)  # of the pass that began last
+    tokens: int | None = None  # of this worker's part of the micro-batch for which it computes a filler; None: it computes no filler
     _left_out: Counter[Hashable] | None = None  # of the pass that completes it; None: there is none
 
     def begin(self) -> None:
@@ -46,6 +50,15 @@ class PassProgress:
         yield True
         self.in_doubt = False
         self.made[what] += 1
+
+    @contextlib.contextmanager
+    def standing_in(self, tokens: int) -> Iterator[None]:
+        """Encloses a pass over a filler in place of a micro-batch, of which this worker's part has so many tokens."""
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = None
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:

@@ -97,9 +97,8 @@ class Optimizer:
         self._parameters = trained(model)
         self._divided = divided
         self.alone = ranks.alone and divided is None
-        # Where workers need nothing of one another's passes, or one that failed completes them, it can still take part in the step, which
-        # all then leave out.
-        self._agreeing = None if self.alone or divided else ranks
+        # A worker that failed can still take part in the step, which all then leave out.
+        self._agreeing = None if self.alone else divided.everyone if divided else ranks
         self._held: Held
         if shards:
             self._held = ParameterShards(self._parameters, shards, divided)
