@@ -185,35 +185,53 @@ PPO = ("algorithm.name=ppo", "algorithm.minibatches_per_step=2", "critic.forward
 OF_PPO = "critic.passes:2@1,critic.forward:1@0,critic.backward:2@1,critic.optimizer:4@0,actor.backward:1@1"
 
 
+SMALLER = (*PASSES, "actor.token_budget=40", "actor.forward_token_budget=40", "ref.forward_token_budget=40")
+OF_FOUR = (  # workers in groups of two
+    (*SEQUENCE, *FULL, *SMALLER),
+    (*SEQUENCE, *HYBRID, *SMALLER),
+    (*TENSOR, *FULL, *PASSES),
+    (*TENSOR, *SMALLER, "train.sequence_parallel=2"),
+)
+
+
 @pytest.mark.parametrize(
-    ("faults", "workers", "overrides"),
+    ("faults", "workers", "model", "overrides"),
     [
-        ("ref.passes:2@1,actor.forward:2@0", 2, (*FULL, *PASSES)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*FULL, *PASSES)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*SEQUENCE, *SMALLER)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*TENSOR, *PASSES)),
         *(
-            pytest.param(faults, workers, overrides, marks=pytest.mark.matrix)
-            for faults, workers, overrides in (
-                (EVERYWHERE, 2, (*FULL, *PASSES)),
-                (EVERYWHERE, 2, (*FULL, *PASSES, "train.reshard_after_forward=false")),
-                (EVERYWHERE, 2, (*FULL, *PASSES, "train.recompute=full", "train.forward_prefetch=false")),
-                (EVERYWHERE, 2, (*FULL, *PASSES, "lora.rank=4", "lora.export=merged")),
-                (EVERYWHERE, 4, (*HYBRID, *PASSES)),
-                (OF_PPO, 2, (*FULL, *PPO)),
-                (OF_PPO, 4, (*HYBRID, *PPO)),
+            pytest.param(faults, workers, model, overrides, marks=pytest.mark.matrix)
+            for faults, workers, model, overrides in (
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES)),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "train.reshard_after_forward=false")),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "train.recompute=full", "train.forward_prefetch=false")),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "lora.rank=4", "lora.export=merged")),
+                (EVERYWHERE, 2, "qwen2", (*SEQUENCE, *SMALLER)),
+                (EVERYWHERE, 2, "qwen2", (*SEQUENCE, *SMALLER, "train.recompute=full")),
+                (EVERYWHERE, 2, "qwen2", (*TENSOR, *PASSES)),
+                (EVERYWHERE, 2, "qwen2", (*TENSOR, *PASSES, "train.recompute=full")),
+                (EVERYWHERE, 4, "qwen2", (*HYBRID, *PASSES)),
+                *((EVERYWHERE, 4, "qwen2", layout) for layout in OF_FOUR),
+                *((EVERYWHERE, 2, "qwen3-moe", (*layout, *SMALLER)) for layout in (FULL, SEQUENCE, TENSOR)),
+                *((OF_PPO, 2, "qwen2", (*layout, *PPO)) for layout in (FULL, SEQUENCE, TENSOR)),
+                (OF_PPO, 4, "qwen2", (*HYBRID, *PPO)),
             )
         ),
     ],
 )
 def test_no_gradient_of_several_workers_depends_on_where_memory_ran_out(
-    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, faults: str, workers: int, overrides: Sequence[str]
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, faults: str, workers: int, model: str, overrides: Sequence[str]
 ) -> None:
-    """In float64, the parameters of a run with any budgets, where parameters are shared out."""
+    """In float64, the parameters of a run with any budgets, where workers wait for one another in passes."""
     pool, found = pool_of_devices, []
     try:
         for each in ("", faults):
             pool.faults = each
-            folder = runs.make(tmp_path / f"run {bool(each)}", model_folders("qwen2"))
+            folder = runs.make(tmp_path / f"run {bool(each)}", model_folders(model))
             pool.train(folder, workers, *WORKERS, "run.steps=2", "model.dtype=float64", *overrides)
-            assert sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) == count_of(each)
+            # Workers that fail in the same try of a mini-batch count once.
+            assert count_of(each) - 1 <= sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) <= count_of(each)
             found.append(runs.parameters(runs.checkpoints(folder)[2]))
     finally:
         pool.faults = ""
