@@ -21,6 +21,7 @@ from fulltilt.cluster.budgets import smaller_budget
 from fulltilt.cluster.faults import VARIABLE
 from fulltilt.memory.account import Account
 from fulltilt.memory.trial import MemoryTrial
+from fulltilt.parallel.progress import JointPasses, PassProgress
 from fulltilt.records import MicroBatch, TokenTerms, UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.optim import Optimizer
@@ -286,6 +287,9 @@ def count_of(faults: str) -> int:
     return sum(2 if "-" in fault else 1 for fault in filter(None, faults.split(",")))
 
 
+COLLECTIVES = ["gather 0", "gather 1", "gather 1", "sum 1", "sum 0"]
+
+
 def test_random_numbers_are_drawn_again(
     model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +322,48 @@ def test_what_failed_is_released_before_the_next_try() -> None:
     for error, may_fail in ((ValueError("x"), True), (MemoryError("x"), False)):
         with pytest.raises(type(error)), MemoryTrial(lambda may_fail=may_fail: may_fail):  # type: ignore[misc]
             raise error
+
+
+@pytest.mark.parametrize("made", range(len(COLLECTIVES) + 1))
+def test_a_pass_that_was_given_up_makes_each_collective_once(made: int) -> None:
+    """Wherever it was given up, in the second of three passes."""
+    progress, sent = PassProgress(), list[str]()
+    joint = JointPasses[str](progress, (), agreed=3, micro_batches=(), together=False)
+
+    def make_pass(_: object = None, *, end: int = len(COLLECTIVES)) -> None:
+        progress.begin()
+        for what in COLLECTIVES[:end]:
+            with progress.collective(what) as takes_part:
+                sent.extend([what] * takes_part)
+
+    make_pass()
+    make_pass(end=made)
+    assert len(list(joint.complete(make_pass))) == 2 and sent == 3 * COLLECTIVES
+    assert joint.may_be_given_up and progress.begun == 3
+
+
+def test_a_collective_that_failed_is_in_doubt() -> None:
+    """So nobody knows what the others have."""
+    progress = PassProgress()
+    joint = JointPasses[str](progress, (), agreed=1, micro_batches=(), together=False)
+    progress.begin()
+    with pytest.raises(MemoryError), progress.collective("gather"):
+        raise MemoryError
+    assert joint.may_be_given_up and not progress.made["gather"]
+    with pytest.raises(MemoryError), progress.collective("gather"), progress.sending():
+        raise MemoryError
+    assert not joint.may_be_given_up
+
+
+def test_fillers_take_the_place_of_micro_batches_that_others_compute_too() -> None:
+    progress, given = PassProgress(), list[str | None]()
+    joint = JointPasses(progress, (), agreed=4, micro_batches=["first", "second", "third"], together=True)
+    for _ in range(2):
+        progress.begin()
+    for _ in joint.complete(given.append):
+        pass
+    assert given == ["second", "third", None]
+    assert not list(JointPasses(progress, (), agreed=0, micro_batches=["first"], together=False).complete(given.append))
 
 
 class NewMemory(TorchDispatchMode):

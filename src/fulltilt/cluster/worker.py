@@ -32,9 +32,10 @@ from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
 from fulltilt.observe.utilization import GpuUtilization
-from fulltilt.parallel.apply import JointPasses, Shards
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
+from fulltilt.parallel.progress import JointPasses
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -461,8 +462,8 @@ class Worker:
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found: list[np.ndarray] = []
         own = self.roles[role]
-        joint = self._joint_passes(own, len(micro_batches))
-        trial = MemoryTrial(lambda: not self._waits_for_parts(own) and joint.may_be_given_up)
+        joint = self._joint_passes(own, len(micro_batches), micro_batches)
+        trial = MemoryTrial(lambda: not own.meets and joint.may_be_given_up)
         with trial:
             self._need_for_passes(role)
             for numbers in self._passes(own, micro_batches, field, joint.agreed):
@@ -471,8 +472,7 @@ class Worker:
         if trial.failure is not None:
             free_unused(self.account.device)
             self._need_for_passes(role)
-            for _ in joint.complete(lambda place: self._pass_over_filler(own, None if place is None else micro_batches[place])):
-                yield None
+            yield from joint.complete(partial(self._pass_over_filler, own))
         for shards in self._shards_of(own):
             shards.rest()
         if trial.failure is not None:
@@ -512,15 +512,12 @@ class Worker:
     def _shards_of(self, role: Role) -> list[Shards]:
         return [shards for shards in self.shards if shards.model is role.model]
 
-    def _waits_for_parts(self, role: Role) -> bool:
-        """Whether other workers wait for as many numbers of this one in the role's passes as depends on what it computes."""
-        return role.meets
-
-    def _joint_passes(self, role: Role, own: int) -> JointPasses:
+    def _joint_passes(self, role: Role, count: int, own: Sequence[MicroBatch]) -> JointPasses[MicroBatch]:
         """The passes that every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
-        another's experts; elsewhere, those that several workers make together. `own`: how many micro-batches this worker has."""
+        another's experts; elsewhere, those that several workers make together. `count`: how many micro-batches this worker has, `own`:
+        those of which it makes a pass."""
         shards, together = self._shards_of(role), role.sequence.size > 1 or role.tensor.size > 1
-        agreed = self.ranks.most(own, self.account.device) if shards or role.meets else 0
+        agreed = self.ranks.most(count, self.account.device) if shards or role.meets else 0
         return JointPasses(self.ranks.progress, shards, agreed, own, together=together)
 
     def trace(self, role: str) -> PassTrace:
@@ -565,8 +562,8 @@ class Worker:
         found: list[tuple[LossSums, Metrics]] = []
         seconds, failure = 0.0, None
         for batch in batches[done:]:
-            joint = self._joint_passes(trainer.role, len(batch.micro_batches))
-            given_up = partial(self._fill_in, trainer, [micro for micro in batch.micro_batches if len(micro.trained)])
+            own = [micro for micro in batch.micro_batches if len(micro.trained)]
+            joint = self._joint_passes(trainer.role, len(batch.micro_batches), own)
             random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer, joint))
             begin = time.perf_counter()
             with trial, self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
@@ -576,7 +573,7 @@ class Worker:
                 yield done + len(found), len(batches)
             else:
                 free_unused(device)
-                yield from joint.complete(given_up)
+                yield from joint.complete(trainer.make_nothing)
             metrics = self._apply(trainer, trial)
             if metrics is None:
                 trainer.optimizer.zero_grad()
@@ -589,15 +586,11 @@ class Worker:
         micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
 
-    @staticmethod
-    def _fill_in(trainer: Trainer, micro_batches: Sequence[MicroBatch], place: int | None) -> None:
-        trainer.make_nothing(None if place is None else micro_batches[place])
-
-    def _repeats(self, trainer: Trainer, joint: JointPasses) -> bool:
-        """Whether a mini-batch that ran out of memory can be repeated: no other worker waits inside its passes for what this one does not
-        make, and nothing has changed."""
-        meets = self._waits_for_parts(trainer.role) or (trainer.marking is not None and not trainer.optimizer.alone)
-        return not meets and joint.may_be_given_up and not trainer.optimizer.changing
+    def _repeats(self, trainer: Trainer, joint: JointPasses[MicroBatch]) -> bool:
+        """Whether a mini-batch that ran out of memory can be repeated: this worker can do what others wait for, and nothing has changed.
+        How many rows workers send to one another's experts depends on what they compute; losses that mark tokens compare them over all."""
+        marks = trainer.marking is not None and not trainer.optimizer.alone
+        return not (trainer.role.meets or marks or trainer.optimizer.changing) and joint.may_be_given_up
 
     def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
         """The optimizer step; None if memory ran out, on this worker or another one."""

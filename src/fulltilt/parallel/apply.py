@@ -5,7 +5,7 @@ same model, each parameter of which is a shard, a range of rows (FSDP2); during 
 whole. Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had;
 shards of parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every
 parameter keeps its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the
-whole model and inside `in_one_pass`; one that runs out of memory in a pass completes it (`JointPasses`).
+whole model and inside `in_one_pass`; one that gives a pass up completes it (parallel/progress.py).
 """
 
 from __future__ import annotations
@@ -148,38 +148,6 @@ class Shards:
         return CountedGather(self.sharing.everyone.moved, self.progress, unit)
 
 
-class JointPasses:
-    """The passes of a mini-batch, or of a phase without gradient, which other workers make at the same time: all, where parameters are
-    shared out, or those that compute micro-batches together. A worker that gives one up makes all that are left of them over fillers, so
-    that the others come to their end."""
-
-    def __init__(self, progress: PassProgress, shards: Sequence[Shards], agreed: int, own: int, *, together: bool) -> None:
-        """`shards`: of the model; none where it is not shared out. `agreed`: how many passes all workers make at least. `own`: how many
-        micro-batches this worker has, `together` with others."""
-        self.agreed, self._own, self._together = agreed, own, together
-        self._progress, self._shards, self._before = progress, shards, progress.begun
-
-    @property
-    def may_be_given_up(self) -> bool:
-        return not self._progress.in_doubt and all(each.may_give_up for each in self._shards)
-
-    def complete(self, make_pass: Callable[[int | None], object]) -> Iterator[None]:
-        """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind over a filler, in place of the
-        micro-batch of this number, where that matters to the workers that compute it together."""
-        places = [place if self._together and place < self._own else None for place in range(max(self.agreed, self._own * self._together))]
-        begun = self._progress.begun - self._before
-        if begun and places:
-            with contextlib.ExitStack() as stack:
-                for shards in self._shards:
-                    stack.enter_context(shards.completing())
-                stack.enter_context(self._progress.completing())
-                make_pass(places[begun - 1])
-            yield
-        for place in places[begun:]:
-            make_pass(place)
-            yield
-
-
 def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
     separate(model)
@@ -282,7 +250,8 @@ class CountedGather(Allocating):
                 output_tensor.zero_()
                 return None
             self.moved["all-gather"] += output_tensor.nbytes
-            return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+            with self.progress.sending():
+                return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class CountedReduce(Allocating):
@@ -298,4 +267,5 @@ class CountedReduce(Allocating):
                 return None
             self.moved["reduce-scatter"] += input_tensor.nbytes
             self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, which follows
-            return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            with self.progress.sending():
+                return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+Given = TypeVar("Given")  # a micro-batch
 
 
 @dataclass(eq=False)
@@ -46,10 +50,15 @@ class PassProgress:
             self._left_out[what] -= 1
             yield False
             return
-        self.in_doubt = True  # until it has returned
         yield True
-        self.in_doubt = False
         self.made[what] += 1
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Encloses what may end with an error when some workers have what they need and others do not."""
+        self.in_doubt = True  # until it has returned
+        yield
+        self.in_doubt = False
 
     @contextlib.contextmanager
     def standing_in(self, tokens: int) -> Iterator[None]:
@@ -68,3 +77,48 @@ class PassProgress:
             yield
         finally:
             self._left_out = None
+
+
+class GathersInPasses(Protocol):
+    """A model whose parameters are shared out (`Shards`)."""
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether a pass can be completed in which this worker ran out of memory."""
+
+    def completing(self) -> AbstractContextManager[None]:
+        """Encloses a pass that completes the last one."""
+
+
+class JointPasses(Generic[Given]):
+    """The passes of a mini-batch, or of a phase without gradient, which other workers make at the same time: all, where parameters are
+    shared out, or those that compute micro-batches together. A worker that gives one up makes all that are left of them over fillers, so
+    that the others come to their end. Elsewhere there are none."""
+
+    def __init__(
+        self, progress: PassProgress, models: Sequence[GathersInPasses], agreed: int, micro_batches: Sequence[Given], *, together: bool
+    ) -> None:
+        """`models`: the model, where it is shared out. `agreed`: how many passes all workers make at least. `micro_batches`: those of this
+        worker, which it computes `together` with others."""
+        self.agreed, self._given = agreed, [*micro_batches] if together else []
+        self._progress, self._models, self._before = progress, models, progress.begun
+
+    @property
+    def may_be_given_up(self) -> bool:
+        return not self._progress.in_doubt and all(model.may_give_up for model in self._models)
+
+    def complete(self, make_pass: Callable[[Given | None], object]) -> Iterator[None]:
+        """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind over a filler, in place of the
+        micro-batch that is given, where other workers compute it too."""
+        passes = [*self._given, *[None] * (self.agreed - len(self._given))]
+        begun = self._progress.begun - self._before
+        if passes and begun:
+            with contextlib.ExitStack() as stack:
+                for model in self._models:  # first, since it knows of more collectives to leave out
+                    stack.enter_context(model.completing())
+                stack.enter_context(self._progress.completing())
+                make_pass(passes[begun - 1])
+            yield
+        for given in passes[begun:]:
+            make_pass(given)
+            yield

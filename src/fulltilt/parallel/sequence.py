@@ -104,7 +104,8 @@ def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Seq
     # Workers that share a GPU: gloo exchanges main memory only.
     given = parts.cpu() if parts.is_cuda and dist.get_backend(ranks.group) == "gloo" else parts
     found = torch.empty_like(given) if received is None else given.new_empty(sum(received), *given.shape[1:])
-    dist.all_to_all_single(found, given, received, sent, group=ranks.group)
+    with ranks.progress.sending():
+        dist.all_to_all_single(found, given, received, sent, group=ranks.group)
     return found.to(parts.device)
 
 
@@ -117,7 +118,9 @@ class Gathered(torch.autograd.Function):
         with ranks.progress.collective("results") as takes_part:
             if takes_part:
                 ranks.moved["all-gather"] += found.nbytes
-                gather_into(found, torch.nn.functional.pad(own.detach(), (0, widest - len(own))), group=ranks.group)
+                padded = torch.nn.functional.pad(own.detach(), (0, widest - len(own)))
+                with ranks.progress.sending():
+                    gather_into(found, padded, group=ranks.group)
         return torch.cat([numbers[:count] for numbers, count in zip(found.split(widest), counts, strict=True)])
 
     @staticmethod

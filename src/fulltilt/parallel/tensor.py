@@ -100,7 +100,8 @@ class TokenExchange:
         rows = own.reshape(-1, own.shape[-1]).contiguous()
         found = rows.new_empty(len(rows) * self.ranks.size, rows.shape[1])
         self.moved["all-gather"] += found.nbytes
-        gather_into(found, rows, group=self.ranks.group)
+        with self.ranks.progress.sending():
+            gather_into(found, rows, group=self.ranks.group)
         return found[:tokens].view(*own.shape[:-2], tokens, -1)
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,8 @@ class TokenExchange:
         rows = self.padded(parts)
         found = rows.new_empty(len(rows) // self.ranks.size, rows.shape[1])
         self.moved["reduce-scatter"] += rows.nbytes
-        reduce_into(found, rows, group=self.ranks.group)
+        with self.ranks.progress.sending():
+            reduce_into(found, rows, group=self.ranks.group)
         return found.view(*parts.shape[:-2], len(found), -1)
 
     def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
@@ -132,13 +134,15 @@ class TokenExchange:
         with self.ranks.progress.collective("most") as takes_part:
             if takes_part:
                 self.moved["all-reduce"] += tensor.nbytes
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+                with self.ranks.progress.sending():
+                    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """The sum over members, in place."""
         with self.ranks.progress.collective("sum") as takes_part:
             if takes_part:
-                self.ranks.sum(tensor)
+                with self.ranks.progress.sending():
+                    self.ranks.sum(tensor)
 
     def stack(self, own: torch.Tensor) -> torch.Tensor:
         """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
