@@ -139,6 +139,7 @@ WORKERS = ("run.steps=1", *(each for each in SMALL if "token_budget" not in each
 
 FULL, HYBRID = ("train.shard=full",), ("train.shard=hybrid", "train.shard_size=2")
 SEQUENCE, TENSOR = ("train.sequence_parallel=2", "actor.token_budget=40"), ("train.tensor_parallel=2",)
+EXPERTS = ("train.expert_parallel=2",)
 FIRST = "actor.forward:1@0"
 
 
@@ -158,6 +159,7 @@ FIRST = "actor.forward:1@0"
         ),
         *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
         *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
+        pytest.param("actor.optimizer:1@1", 2, EXPERTS, marks=pytest.mark.matrix),
     ],
 )
 def test_all_workers_do_the_mini_batch_again(
@@ -165,7 +167,8 @@ def test_all_workers_do_the_mini_batch_again(
 ) -> None:
     """One of them runs out of memory: no worker makes the optimizer step, and all have the smaller budget from then on."""
     pool = pool_of_devices
-    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    model = model_folders("qwen3-moe" if layout == EXPERTS else "qwen2")
+    disturbed, undisturbed = (runs.make(tmp_path / each, model) for each in ("disturbed", "undisturbed"))
     pool.faults = fault
     try:
         trained, noted = pool.train(disturbed, workers, *WORKERS, *layout)
@@ -176,6 +179,35 @@ def test_all_workers_do_the_mini_batch_again(
     assert len(set(noted.digests)) == 1
     pool.train(undisturbed, workers, *WORKERS, *layout, f"actor.token_budget={budget}")
     assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", [FULL, SEQUENCE, TENSOR])
+def test_three_in_a_row_end_the_run_of_several_workers(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, layout: Sequence[str]
+) -> None:
+    pool_of_devices.faults = "actor.forward:1-3@1"
+    try:
+        with pytest.raises(UserError, match=r"out of memory in update-actor on worker 1 3 times in a row.*Lower actor\.token_budget"):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen2")), 2, *WORKERS, *layout)
+    finally:
+        pool_of_devices.faults = ""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("actor.forward:1@0", "update-actor on worker 0"), ("ref.passes:1@1", "ref-logprob on worker 1")]
+)
+def test_workers_that_send_tokens_to_experts_end_the_run(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, phase: str
+) -> None:
+    """And none is left waiting for the one that failed."""
+    pool_of_devices.faults = fault
+    try:
+        with pytest.raises(UserError, match=rf"out of memory in {phase}: out of memory on purpose.* Lower \w+\.\w*token_budget"):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen3-moe")), 2, *WORKERS, *EXPERTS)
+    finally:
+        pool_of_devices.faults = ""
 
 
 # Of passes without gradient, the first gathers what lies outside the layers, and the others do not; with `reshard_after_forward` false they
