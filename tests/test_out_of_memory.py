@@ -21,6 +21,7 @@ from fulltilt.cluster.budgets import smaller_budget
 from fulltilt.cluster.faults import VARIABLE
 from fulltilt.memory.account import Account
 from fulltilt.memory.trial import MemoryTrial
+from fulltilt.parallel.progress import JointPasses, PassProgress
 from fulltilt.records import MicroBatch, TokenTerms, UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.optim import Optimizer
@@ -133,31 +134,142 @@ def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, f
     assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
 
 
-WORKERS = ("cluster.workers=2", "run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+WORKERS = ("run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
+
+
+FULL, HYBRID = ("train.shard=full",), ("train.shard=hybrid", "train.shard_size=2")
+SEQUENCE, TENSOR = ("train.sequence_parallel=2", "actor.token_budget=40"), ("train.tensor_parallel=2",)
+EXPERTS = ("train.expert_parallel=2",)
+FIRST = "actor.forward:1@0"
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "workers", "layout"),
     [
-        "actor.backward:1@1",
-        pytest.param("actor.forward:2@0", marks=pytest.mark.long),
-        pytest.param("actor.optimizer:1@1", marks=pytest.mark.long),
+        ("actor.backward:1@1", 2, ()),
+        pytest.param("actor.forward:2@0", 2, (), marks=pytest.mark.long),
+        pytest.param("actor.optimizer:1@1", 2, (), marks=pytest.mark.long),
+        ("actor.backward:2@1", 2, FULL),
+        ("actor.backward:2@1", 2, SEQUENCE),
+        ("actor.backward:2@1", 2, TENSOR),
+        *(
+            pytest.param(fault, 2, layout, marks=pytest.mark.matrix)
+            for layout in (SEQUENCE, TENSOR)
+            for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")
+        ),
+        *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
+        *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
+        pytest.param("actor.optimizer:1@1", 2, EXPERTS, marks=pytest.mark.matrix),
     ],
 )
-def test_all_workers_do_the_mini_batch_again(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str) -> None:
-    """One of two runs out of memory: no worker makes the optimizer step, and both have the smaller budget from then on."""
+def test_all_workers_do_the_mini_batch_again(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, workers: int, layout: Sequence[str]
+) -> None:
+    """One of them runs out of memory: no worker makes the optimizer step, and all have the smaller budget from then on."""
     pool = pool_of_devices
-    disturbed, undisturbed = (runs.make(tmp_path / each, model_folders("qwen2")) for each in ("disturbed", "undisturbed"))
+    model = model_folders("qwen3-moe" if layout == EXPERTS else "qwen2")
+    disturbed, undisturbed = (runs.make(tmp_path / each, model) for each in ("disturbed", "undisturbed"))
     pool.faults = fault
     try:
-        trained, noted = pool.train(disturbed, 2, *WORKERS)
+        trained, noted = pool.train(disturbed, workers, *WORKERS, *layout)
     finally:
         pool.faults = ""
     budget = runs.state(runs.checkpoints(disturbed)[1])["changed_budgets"]["token_budget"]
     assert f"out of memory in update-actor on worker {fault[-1]}: out of memory on purpose" in trained.said
-    assert noted.digests[0] == noted.digests[1]
-    pool.train(undisturbed, 2, *WORKERS, f"actor.token_budget={budget}")
+    assert len(set(noted.digests)) == 1
+    pool.train(undisturbed, workers, *WORKERS, *layout, f"actor.token_budget={budget}")
     assert_same_parameters(disturbed, undisturbed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", [FULL, SEQUENCE, TENSOR])
+def test_three_in_a_row_end_the_run_of_several_workers(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, layout: Sequence[str]
+) -> None:
+    pool_of_devices.faults = "actor.forward:1-3@1"
+    try:
+        with pytest.raises(UserError, match=r"out of memory in update-actor on worker 1 3 times in a row.*Lower actor\.token_budget"):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen2")), 2, *WORKERS, *layout)
+    finally:
+        pool_of_devices.faults = ""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("actor.forward:1@0", "update-actor on worker 0"), ("ref.passes:1@1", "ref-logprob on worker 1")]
+)
+def test_workers_that_send_tokens_to_experts_end_the_run(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, phase: str
+) -> None:
+    """And none is left waiting for the one that failed."""
+    pool_of_devices.faults = fault
+    try:
+        with pytest.raises(UserError, match=rf"out of memory in {phase}: out of memory on purpose.* Lower \w+\.\w*token_budget"):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen3-moe")), 2, *WORKERS, *EXPERTS)
+    finally:
+        pool_of_devices.faults = ""
+
+
+# Of passes without gradient, the first gathers what lies outside the layers, and the others do not; with `reshard_after_forward` false they
+# gather nothing.
+PASSES = ("ref.forward_token_budget=80", "actor.forward_token_budget=80", "algorithm.minibatches_per_step=2")
+EVERYWHERE = "ref.passes:1@1,actor.passes:2@0,actor.forward:1@0,actor.backward:3@1,actor.optimizer:4@1"
+PPO = ("algorithm.name=ppo", "algorithm.minibatches_per_step=2", "critic.forward_token_budget=80")
+OF_PPO = "critic.passes:2@1,critic.forward:1@0,critic.backward:2@1,critic.optimizer:4@0,actor.backward:1@1"
+
+
+SMALLER = (*PASSES, "actor.token_budget=40", "actor.forward_token_budget=40", "ref.forward_token_budget=40")
+OF_FOUR = (  # workers in groups of two
+    (*SEQUENCE, *FULL, *SMALLER),
+    (*SEQUENCE, *HYBRID, *SMALLER),
+    (*TENSOR, *FULL, *PASSES),
+    (*TENSOR, *SMALLER, "train.sequence_parallel=2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("faults", "workers", "model", "overrides"),
+    [
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*FULL, *PASSES)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*SEQUENCE, *SMALLER)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*TENSOR, *PASSES)),
+        *(
+            pytest.param(faults, workers, model, overrides, marks=pytest.mark.matrix)
+            for faults, workers, model, overrides in (
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES)),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "train.reshard_after_forward=false")),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "train.recompute=full", "train.forward_prefetch=false")),
+                (EVERYWHERE, 2, "qwen2", (*FULL, *PASSES, "lora.rank=4", "lora.export=merged")),
+                (EVERYWHERE, 2, "qwen2", (*SEQUENCE, *SMALLER)),
+                (EVERYWHERE, 2, "qwen2", (*SEQUENCE, *SMALLER, "train.recompute=full")),
+                (EVERYWHERE, 2, "qwen2", (*TENSOR, *PASSES)),
+                (EVERYWHERE, 2, "qwen2", (*TENSOR, *PASSES, "train.recompute=full")),
+                (EVERYWHERE, 4, "qwen2", (*HYBRID, *PASSES)),
+                *((EVERYWHERE, 4, "qwen2", layout) for layout in OF_FOUR),
+                *((EVERYWHERE, 2, "qwen3-moe", (*layout, *SMALLER)) for layout in (FULL, SEQUENCE, TENSOR)),
+                *((OF_PPO, 2, "qwen2", (*layout, *PPO)) for layout in (FULL, SEQUENCE, TENSOR)),
+                (OF_PPO, 4, "qwen2", (*HYBRID, *PPO)),
+            )
+        ),
+    ],
+)
+def test_no_gradient_of_several_workers_depends_on_where_memory_ran_out(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, faults: str, workers: int, model: str, overrides: Sequence[str]
+) -> None:
+    """In float64, the parameters of a run with any budgets, where workers wait for one another in passes."""
+    pool, found = pool_of_devices, []
+    try:
+        for each in ("", faults):
+            pool.faults = each
+            folder = runs.make(tmp_path / f"run {bool(each)}", model_folders(model))
+            pool.train(folder, workers, *WORKERS, "run.steps=2", "model.dtype=float64", *overrides)
+            # Workers that fail in the same try of a mini-batch count once.
+            assert count_of(each) - 1 <= sum(line["perf/out_of_memory"] for line in runs.metrics(folder)) <= count_of(each)
+            found.append(runs.parameters(runs.checkpoints(folder)[2]))
+    finally:
+        pool.faults = ""
+    assert max(float((one - found[1][name]).abs().max()) for name, one in found[0].items()) < 1e-9
+    assert all(one.dtype == torch.float64 for one in found[0].values())
 
 
 @pytest.mark.long
@@ -207,6 +319,9 @@ def count_of(faults: str) -> int:
     return sum(2 if "-" in fault else 1 for fault in filter(None, faults.split(",")))
 
 
+COLLECTIVES = ["gather 0", "gather 1", "gather 1", "sum 1", "sum 0"]
+
+
 def test_random_numbers_are_drawn_again(
     model_folders: ModelFolders, tmp_path: Path, fail: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +354,48 @@ def test_what_failed_is_released_before_the_next_try() -> None:
     for error, may_fail in ((ValueError("x"), True), (MemoryError("x"), False)):
         with pytest.raises(type(error)), MemoryTrial(lambda may_fail=may_fail: may_fail):  # type: ignore[misc]
             raise error
+
+
+@pytest.mark.parametrize("made", range(len(COLLECTIVES) + 1))
+def test_a_pass_that_was_given_up_makes_each_collective_once(made: int) -> None:
+    """Wherever it was given up, in the second of three passes."""
+    progress, sent = PassProgress(), list[str]()
+    joint = JointPasses[str](progress, (), agreed=3, micro_batches=(), together=False)
+
+    def make_pass(_: object = None, *, end: int = len(COLLECTIVES)) -> None:
+        progress.begin()
+        for what in COLLECTIVES[:end]:
+            with progress.collective(what) as takes_part:
+                sent.extend([what] * takes_part)
+
+    make_pass()
+    make_pass(end=made)
+    assert len(list(joint.complete(make_pass))) == 2 and sent == 3 * COLLECTIVES
+    assert joint.may_be_given_up and progress.begun == 3
+
+
+def test_a_collective_that_failed_is_in_doubt() -> None:
+    """So nobody knows what the others have."""
+    progress = PassProgress()
+    joint = JointPasses[str](progress, (), agreed=1, micro_batches=(), together=False)
+    progress.begin()
+    with pytest.raises(MemoryError), progress.collective("gather"):
+        raise MemoryError
+    assert joint.may_be_given_up and not progress.made["gather"]
+    with pytest.raises(MemoryError), progress.collective("gather"), progress.sending():
+        raise MemoryError
+    assert not joint.may_be_given_up
+
+
+def test_fillers_take_the_place_of_micro_batches_that_others_compute_too() -> None:
+    progress, given = PassProgress(), list[str | None]()
+    joint = JointPasses(progress, (), agreed=4, micro_batches=["first", "second", "third"], together=True)
+    for _ in range(2):
+        progress.begin()
+    for _ in joint.complete(given.append):
+        pass
+    assert given == ["second", "third", None]
+    assert not list(JointPasses(progress, (), agreed=0, micro_batches=["first"], together=False).complete(given.append))
 
 
 class NewMemory(TorchDispatchMode):

@@ -310,10 +310,10 @@ class Crew:
 
         def finish(work: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
             for failures in itertools.count(1):
-                for done, _ in enumerate((item for rank, item in work.call.items() if rank in telling), start=1):
+                for done, _ in enumerate((item for rank, item in work.call.items() if item and rank in telling), start=1):
                     report(done, len(plan))
-                results: list[Annotated] = self._results(role, work.call)[:: self._sharing[role]]
-                failed = failed_of(telling, results)
+                of_all: list[Annotated] = self._results(role, work.call)
+                results, failed = of_all[:: self._sharing[role]], failed_of(self._ranks_of(role), of_all)
                 if not failed:
                     break
                 self.budgets.lower(passes_of_role, lengths, plan, failed, failures)

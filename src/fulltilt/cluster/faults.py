@@ -4,9 +4,9 @@ Its value is a list, separated by commas, of `ROLE.WHERE:NUMBER`, or `ROLE.WHERE
 `@WORKER` unless all workers shall fail. NUMBER counts from 1, since the worker was made:
 
     forward     passes with a gradient: in the model's last layer, before its results exist
-    backward    the same passes: when half of the gradients have been accumulated
+    backward    the same passes: when half of the gradients have been accumulated; where parameters are shared out, half of the layers'
     optimizer   optimizer steps: once gradients are summed over all workers, before the first parameter changes
-    passes      passes without a gradient
+    passes      passes without a gradient, in the same place
     prefill     the engine's prefill passes (the role is the actor)
     decode      the engine's decoding passes, of several steps each
 
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fulltilt.cluster.worker import Worker
+from fulltilt.model.arrays import is_shard
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_OUT_OF_MEMORY"
@@ -69,29 +70,42 @@ def before(owner: Any, method: str, due: Callable[[], bool], then: Callable[[], 
     setattr(owner, method, called)
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [each for name, each in model.named_modules() if re.fullmatch(r".*\blayers\.\d+", name)]
+
+
+def fail_in(layer: torch.nn.Module) -> None:
+    """Fail once, before the layer computes."""
+
+    def stop(*_: object) -> None:
+        handle.remove()
+        fail()
+
+    handle = layer.register_forward_pre_hook(stop)
+
+
 def in_forward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    model = worker.trainers[role].role.model  # type: ignore[attr-defined]
-    layer = [each for name, each in model.named_modules() if re.fullmatch(r".*\blayers\.\d+", name)][-1]
-
-    def once() -> None:
-        def stop(*_: object) -> None:
-            handle.remove()
-            fail()
-
-        handle = layer.register_forward_pre_hook(stop)
-
-    before(worker.trainers[role].role, "terms", due, once)
+    layers = layers_of(worker.trainers[role].role.model)
+    before(worker.trainers[role].role, "terms", due, lambda: fail_in(layers[-1]))
 
 
 def in_backward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    learning = [each for each in worker.trainers[role].role.model.parameters() if each.requires_grad]  # type: ignore[attr-defined]
+    model = worker.trainers[role].role.model
+    learning, layers = [each for each in model.parameters() if each.requires_grad], layers_of(model)
 
     def once() -> None:
         def stop(*_: object) -> None:
             handle.remove()
             fail()
 
-        handle = learning[len(learning) // 2].register_hook(stop)
+        def watch(_: object, __: object, states: Any) -> None:
+            handle.remove()
+            (states[0] if isinstance(states, tuple) else states).register_hook(fail)
+
+        if any(map(is_shard, learning)):  # gradients go to parameters that are whole, which a pass makes anew
+            handle = layers[len(layers) // 2 - 1].register_forward_hook(watch)
+        else:
+            handle = learning[len(learning) // 2].register_hook(stop)
 
     before(worker.trainers[role].role, "terms", due, once)
 
@@ -102,7 +116,8 @@ def in_optimizer(worker: Worker, role: str, due: Callable[[], bool]) -> None:
 
 def in_passes(worker: Worker, role: str, due: Callable[[], bool]) -> None:
     """`part_of` is called in every pass, also by a copy of the role, which has the same."""
-    before(worker.roles[role], "part_of", lambda: not torch.is_grad_enabled() and due())
+    layers = layers_of(worker.roles[role].model)
+    before(worker.roles[role], "part_of", lambda: not torch.is_grad_enabled() and due(), lambda: fail_in(layers[-1]))
 
 
 def in_prefill(worker: Worker, role: str, due: Callable[[], bool]) -> None:

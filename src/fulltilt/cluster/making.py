@@ -375,7 +375,7 @@ def join_groups(
         together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
     groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
     for name, own in roles.items():
-        own.tensor = grids[name].tensor
+        own.tensor, own.progress = grids[name].tensor, ranks.progress
         own.sequence = groups[own.tensor.size].get(settings[name].sequence_parallel, ONE)
         own.meets = any(own.model is part.model for part in shared.parts.values() if isinstance(part, ExpertSplit))
 

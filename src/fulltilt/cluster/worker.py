@@ -35,6 +35,7 @@ from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.parts import RolloutCopy
+from fulltilt.parallel.progress import JointPasses
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
@@ -453,20 +454,28 @@ class Worker:
 
     def annotate(
         self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool, field: str = ""
-    ) -> Generator[Done, None, Annotated]:
+    ) -> Generator[Done | None, None, Annotated]:
         """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
         other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds. Where memory
-        runs out, no number is kept."""
+        runs out, no number is kept. None only tells that the worker is at work."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found: list[np.ndarray] = []
-        trial = MemoryTrial(lambda: not self._meets_others(self.roles[role]))
+        own = self.roles[role]
+        joint = self._joint_passes(own, len(micro_batches), micro_batches)
+        trial = MemoryTrial(lambda: not own.meets and joint.may_be_given_up)
         with trial:
-            for numbers in self._passes(role, micro_batches, field):
+            self._need_for_passes(role)
+            for numbers in self._passes(own, micro_batches, field, joint.agreed):
                 found.append(numbers)
                 yield len(found), len(micro_batches)
         if trial.failure is not None:
             free_unused(self.account.device)
+            self._need_for_passes(role)
+            yield from joint.complete(partial(self._pass_over_filler, own))
+        for shards in self._shards_of(own):
+            shards.rest()
+        if trial.failure is not None:
             return Annotated([], 0, trial.failure)
         pads = sum(micro.pad_tokens for micro in micro_batches)
         if not isinstance(rows, str):
@@ -476,32 +485,40 @@ class Worker:
             self.shelf.note(rows, plan, found)
         return Annotated([], pads)
 
-    def _passes(self, name: str, micro_batches: Sequence[MicroBatch], field: str) -> Iterator[np.ndarray]:
-        role = self.roles[name]
+    def _passes(self, role: Role, micro_batches: Sequence[MicroBatch], field: str, agreed: int) -> Iterator[np.ndarray]:
         if field == "sharp_logprobs":
             assert isinstance(role, Policy)
             role = role.sharper()
-        # The reference may be the actor without its adapters.
-        self.residents.need("actor" if "actor" in self.roles and role.model is self.actor.model else name)
-        fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
+        fillers = [FILLER] * (agreed - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
                 if place < len(micro_batches):
                     yield numbers
-        for shards in self._shards_of(role):
-            shards.rest()
+
+    @staticmethod
+    @torch.no_grad()
+    def _pass_over_filler(role: Role, micro: MicroBatch | None) -> None:
+        """`micro`: in place of a pass over this micro-batch, for workers that compute it together."""
+        if micro is None:
+            role.annotate(FILLER)
+            return
+        with role.standing_in(micro):
+            pass
+
+    def _need_for_passes(self, role: str) -> None:
+        """The reference may be the actor without its adapters."""
+        self.residents.need("actor" if "actor" in self.roles and self.roles[role].model is self.actor.model else role)
 
     def _shards_of(self, role: Role) -> list[Shards]:
         return [shards for shards in self.shards if shards.model is role.model]
 
-    def _meets_others(self, role: Role) -> bool:
-        """Whether other workers take part in the role's passes: if this one gave a pass up, they would wait for it."""
-        return bool(self._shards_of(role)) or role.meets or role.sequence.size > 1 or role.tensor.size > 1
-
-    def _passes_of_all(self, role: Role, own: int) -> int:
-        """How many passes every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
-        another's experts; 0 elsewhere. `own`: how many micro-batches this worker has."""
-        return self.ranks.most(own, role.device) if self._shards_of(role) or role.meets else 0
+    def _joint_passes(self, role: Role, count: int, own: Sequence[MicroBatch]) -> JointPasses[MicroBatch]:
+        """The passes that every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
+        another's experts; elsewhere, those that several workers make together. `count`: how many micro-batches this worker has, `own`:
+        those of which it makes a pass."""
+        shards, together = self._shards_of(role), role.sequence.size > 1 or role.tensor.size > 1
+        agreed = self.ranks.most(count, self.account.device) if shards or role.meets else 0
+        return JointPasses(self.ranks.progress, shards, agreed, own, together=together)
 
     def trace(self, role: str) -> PassTrace:
         """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
@@ -545,16 +562,18 @@ class Worker:
         found: list[tuple[LossSums, Metrics]] = []
         seconds, failure = 0.0, None
         for batch in batches[done:]:
-            passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
-            random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer))
+            own = [micro for micro in batch.micro_batches if len(micro.trained)]
+            joint = self._joint_passes(trainer.role, len(batch.micro_batches), own)
+            random, trial = RandomState.of(device), MemoryTrial(partial(self._repeats, trainer, joint))
             begin = time.perf_counter()
             with trial, self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                sums = yield from trainer.accumulating(batch, passes)
+                sums = yield from trainer.accumulating(batch, joint.agreed)
             seconds += time.perf_counter() - begin
             if trial.failure is None:
                 yield done + len(found), len(batches)
             else:
                 free_unused(device)
+                yield from joint.complete(trainer.make_nothing)
             metrics = self._apply(trainer, trial)
             if metrics is None:
                 trainer.optimizer.zero_grad()
@@ -569,10 +588,11 @@ class Worker:
         micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
 
-    def _repeats(self, trainer: Trainer) -> bool:
-        """Whether a mini-batch that ran out of memory can be repeated: no other worker waits inside its passes, and nothing has changed."""
-        meets = self._meets_others(trainer.role) or (trainer.marking is not None and not trainer.optimizer.alone)
-        return not meets and not trainer.optimizer.changing
+    def _repeats(self, trainer: Trainer, joint: JointPasses[MicroBatch]) -> bool:
+        """Whether a mini-batch that ran out of memory can be repeated: this worker can do what others wait for, and nothing has changed.
+        How many rows workers send to one another's experts depends on what they compute; losses that mark tokens compare them over all."""
+        marks = trainer.marking is not None and not trainer.optimizer.alone
+        return not (trainer.role.meets or marks or trainer.optimizer.changing) and joint.may_be_given_up
 
     def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
         """The optimizer step; None if memory ran out, on this worker or another one."""

@@ -5,11 +5,12 @@ same model, each parameter of which is a shard, a range of rows (FSDP2); during 
 whole. Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had;
 shards of parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every
 parameter keeps its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the
-whole model and inside `in_one_pass`.
+whole model and inside `in_one_pass`; one that gives a pass up completes it (parallel/progress.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,11 @@ from fulltilt.model.forward import ONE_PASS
 from fulltilt.model.fuse import separate
 from fulltilt.model.scalar import ScalarModel, decoder_layers
 from fulltilt.parallel.layout import RowLayout
+from fulltilt.parallel.progress import PassProgress
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.records import UserError
+
+GATHER, REDUCE = "gather", "reduce"  # what a unit exchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +114,39 @@ class Shards:
         for unit in self.units:
             unit.reshard()
 
+    @property
+    def progress(self) -> PassProgress:
+        return self.sharing.everyone.progress
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether a pass in which this worker runs out of memory can be completed: torch 2.13 can make a model forget such a pass."""
+        return hasattr(self.units[-1], "reset_iter_state")
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Encloses a pass that takes part in the collectives that are left of the last one, which this worker has given up, and which must
+        have been of the same kind. Sums of gradients mean nothing afterwards, on any worker."""
+        root, progress = self.units[-1], self.progress
+        # Passes without gradient leave parameters whole, which later ones do not gather again.
+        whole = [number for number, unit in enumerate(self.units) if any(not is_shard(own) for own in unit_parameters(unit))]
+        progress.made.update(dict.fromkeys([(number, GATHER) for number in whole if not progress.made[number, GATHER]], 1))
+        summed = [number for number, _ in enumerate(self.units) if progress.made[number, REDUCE]]
+        root.reset_iter_state()
+        for number in summed:  # the sum over groups, which follows the one inside a group, is not made again either
+            self.units[number].set_requires_all_reduce(False, recurse=False)
+        try:
+            yield
+        finally:
+            for number in summed:
+                self.units[number].set_requires_all_reduce(True, recurse=False)
+        if summed:
+            root.reset_iter_state()  # drops what was to be summed
+
+    def gather_of(self, unit: int) -> CountedGather:
+        """What gathers the parameters of a unit."""
+        return CountedGather(self.sharing.everyone.moved, self.progress, unit)
+
 
 def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
@@ -129,8 +166,8 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
         mesh = sharing.experts.mesh if sharing.experts and module in experts else sharing.mesh
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     units = list(units_of(model))
-    for unit in units:
-        sum_gradients(unit, sharing)
+    for number, unit in enumerate(units):
+        sum_gradients(unit, number, sharing)
     apart = frozenset(f"{prefix}.{name}" for module, prefix in experts.items() for name, _ in module.named_parameters())
     if sharing.forward_prefetch:
         for module, following in itertools.pairwise((model, *layers)):
@@ -175,19 +212,25 @@ def widen(module: torch.nn.Module) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
+def unit_parameters(unit: FSDPModule) -> Iterator[torch.nn.Parameter]:
+    assert isinstance(unit, torch.nn.Module)
+    yield from unit.parameters()
+
+
 def units_of(model: torch.nn.Module) -> Iterator[FSDPModule]:
     yield from (module for module in reversed(list(model.modules())) if isinstance(module, FSDPModule))
 
 
-def sum_gradients(unit: FSDPModule, sharing: Sharing) -> None:
+def sum_gradients(unit: FSDPModule, number: int, sharing: Sharing) -> None:
+    """`number`: the unit's place among those of the model."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: workers whose tokens have not reached an expert add zeros for it
         unit.set_reduce_scatter_unused_params(True)
-    moved = sharing.everyone.moved
-    unit.set_custom_all_gather(CountedGather(moved))  # type: ignore[arg-type]
+    moved, progress = sharing.everyone.moved, sharing.everyone.progress
+    unit.set_custom_all_gather(CountedGather(moved, progress, number))  # type: ignore[arg-type]
     replicated = sharing.group.size < sharing.everyone.size
-    unit.set_custom_reduce_scatter(CountedReduce(moved, replicated=replicated))  # type: ignore[arg-type]
+    unit.set_custom_reduce_scatter(CountedReduce(moved, progress, number, replicated=replicated))  # type: ignore[arg-type]
 
 
 class Allocating:
@@ -198,21 +241,31 @@ class Allocating:
 
 
 class CountedGather(Allocating):
-    def __init__(self, moved: Counter[str]) -> None:
-        self.moved = moved
+    def __init__(self, moved: Counter[str], progress: PassProgress, unit: int) -> None:
+        self.moved, self.progress, self.unit = moved, progress, unit
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        self.moved["all-gather"] += output_tensor.nbytes
-        return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+        with self.progress.collective((self.unit, GATHER)) as takes_part:
+            if not takes_part:  # any finite numbers will do
+                output_tensor.zero_()
+                return None
+            self.moved["all-gather"] += output_tensor.nbytes
+            with self.progress.sending():
+                return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class CountedReduce(Allocating):
-    def __init__(self, moved: Counter[str], *, replicated: bool) -> None:
-        self.moved, self.replicated = moved, replicated
+    def __init__(self, moved: Counter[str], progress: PassProgress, unit: int, *, replicated: bool) -> None:
+        self.moved, self.progress, self.unit, self.replicated = moved, progress, unit, replicated
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        self.moved["reduce-scatter"] += input_tensor.nbytes
-        self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, which follows
-        return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        with self.progress.collective((self.unit, REDUCE)) as takes_part:
+            if not takes_part:
+                output_tensor.zero_()
+                return None
+            self.moved["reduce-scatter"] += input_tensor.nbytes
+            self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, which follows
+            with self.progress.sending():
+                return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

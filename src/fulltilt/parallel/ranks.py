@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fulltilt.parallel.progress import PassProgress
+
 # torch 2.13 has new names for these two, and warns about the old ones, which are the only ones of 2.11.
 reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,6 +37,7 @@ class Ranks:
     beside: int = 1  # workers on this machine, this one included
     sharing: int = 1  # workers that use this worker's device
     moved: Counter[str] = field(default_factory=no_bytes)  # bytes of this worker's tensors in collectives, by kind
+    progress: PassProgress = field(default_factory=PassProgress)  # of this worker in passes that others make at the same time
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
     deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own

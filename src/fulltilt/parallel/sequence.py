@@ -76,12 +76,23 @@ class Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
-        return exchange(parts, ranks)
+        return exchange_tokens(parts, ranks)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_parts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchange(of_parts, ctx.ranks), None
+        return exchange_tokens(of_parts, ctx.ranks), None
+
+
+def exchange_tokens(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """`exchange` of [size, tokens, ...]. In a pass over a filler: zeros, as many as the others expect."""
+    with ranks.progress.collective("tokens") as takes_part:
+        tokens = ranks.progress.tokens
+        if tokens is None:
+            return exchange(parts, ranks)
+        if takes_part:
+            exchange(parts.new_zeros(len(parts), tokens, *parts.shape[2:]), ranks)
+        return torch.zeros_like(parts)
 
 
 def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Sequence[int]] | None = None) -> torch.Tensor:
@@ -93,7 +104,8 @@ def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Seq
     # Workers that share a GPU: gloo exchanges main memory only.
     given = parts.cpu() if parts.is_cuda and dist.get_backend(ranks.group) == "gloo" else parts
     found = torch.empty_like(given) if received is None else given.new_empty(sum(received), *given.shape[1:])
-    dist.all_to_all_single(found, given, received, sent, group=ranks.group)
+    with ranks.progress.sending():
+        dist.all_to_all_single(found, given, received, sent, group=ranks.group)
     return found.to(parts.device)
 
 
@@ -102,9 +114,13 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, own: torch.Tensor, counts: tuple[int, ...], ranks: Ranks) -> torch.Tensor:
         ctx.own = slice(sum(counts[: ranks.rank]), sum(counts[: ranks.rank + 1]))
         widest = max(counts)
-        found = own.new_empty(len(counts) * widest)
-        ranks.moved["all-gather"] += found.nbytes
-        gather_into(found, torch.nn.functional.pad(own.detach(), (0, widest - len(own))), group=ranks.group)
+        found = own.new_zeros(len(counts) * widest)
+        with ranks.progress.collective("results") as takes_part:
+            if takes_part:
+                ranks.moved["all-gather"] += found.nbytes
+                padded = torch.nn.functional.pad(own.detach(), (0, widest - len(own)))
+                with ranks.progress.sending():
+                    gather_into(found, padded, group=ranks.group)
         return torch.cat([numbers[:count] for numbers, count in zip(found.split(widest), counts, strict=True)])
 
     @staticmethod

@@ -87,17 +87,39 @@ class TokenExchange:
         return self.all_reduce(parts) if self.decoding else _Scatter.apply(parts, self)
 
     def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
+        """All members' tokens, from their own. In a pass over a filler: zeros, as many as the others expect."""
+        with self.ranks.progress.collective("gather tokens") as takes_part:
+            expected = self.ranks.progress.tokens
+            if expected is None:
+                return self._all_gather(own, tokens)
+            if takes_part:
+                self._all_gather(own.new_zeros(-(-expected // self.ranks.size), own.shape[-1]), expected)
+            return own.new_zeros(*own.shape[:-2], tokens, own.shape[-1])
+
+    def _all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
         rows = own.reshape(-1, own.shape[-1]).contiguous()
         found = rows.new_empty(len(rows) * self.ranks.size, rows.shape[1])
         self.moved["all-gather"] += found.nbytes
-        gather_into(found, rows, group=self.ranks.group)
+        with self.ranks.progress.sending():
+            gather_into(found, rows, group=self.ranks.group)
         return found[:tokens].view(*own.shape[:-2], tokens, -1)
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """This member's tokens of the sum over members. In a pass over a filler: zeros, as many as the others expect."""
+        with self.ranks.progress.collective("sum tokens") as takes_part:
+            expected = self.ranks.progress.tokens
+            if expected is None:
+                return self._reduce_scatter(parts)
+            if takes_part:
+                self._reduce_scatter(parts.new_zeros(expected, parts.shape[-1]))
+            return torch.zeros_like(self.own(parts))
+
+    def _reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         rows = self.padded(parts)
         found = rows.new_empty(len(rows) // self.ranks.size, rows.shape[1])
         self.moved["reduce-scatter"] += rows.nbytes
-        reduce_into(found, rows, group=self.ranks.group)
+        with self.ranks.progress.sending():
+            reduce_into(found, rows, group=self.ranks.group)
         return found.view(*parts.shape[:-2], len(found), -1)
 
     def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
@@ -109,8 +131,18 @@ class TokenExchange:
 
     def most(self, tensor: torch.Tensor) -> None:
         """The largest number of all members, in place."""
-        self.moved["all-reduce"] += tensor.nbytes
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+        with self.ranks.progress.collective("most") as takes_part:
+            if takes_part:
+                self.moved["all-reduce"] += tensor.nbytes
+                with self.ranks.progress.sending():
+                    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """The sum over members, in place."""
+        with self.ranks.progress.collective("sum") as takes_part:
+            if takes_part:
+                with self.ranks.progress.sending():
+                    self.ranks.sum(tensor)
 
     def stack(self, own: torch.Tensor) -> torch.Tensor:
         """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
@@ -339,7 +371,7 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     # Functions, not methods: a copy of the model uses the same group.
     vocabulary = len(embeddings[-1].weight)
     part = VocabularyPart(
-        rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: ranks.sum(own),
+        rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: exchange.sum(own),
         most=lambda own: exchange.most(own), gather=lambda own: exchange.stack(own), counted_apart=lambda: exchange.counted_apart(),
         not_captured=THROUGH_THE_HOST if dist.get_backend(ranks.group) == "gloo" else None,
     )  # fmt: skip

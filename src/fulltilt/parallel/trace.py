@@ -6,7 +6,6 @@ themselves; afterwards the model is as before.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,8 @@ class PassTrace:
 
 
 class TracedGather(CountedGather):
-    def __init__(self, moved: Counter[str], event: str, events: list[str]) -> None:
-        super().__init__(moved)
+    def __init__(self, counted: CountedGather, event: str, events: list[str]) -> None:
+        super().__init__(counted.moved, counted.progress, counted.unit)
         self.event, self.events = event, events
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,17 +44,18 @@ class TracedGather(CountedGather):
 
 def traced(shards: Shards, compute: Callable[[], Any]) -> PassTrace:
     """What `compute`, which makes passes through the model on all workers, does with the parameters."""
-    model, moved, events = shards.model, shards.sharing.everyone.moved, list[str]()
+    model, events = shards.model, list[str]()
     layers = decoder_layers(model, "a pass cannot be traced")
     hooks = [layer.register_forward_pre_hook(lambda *_, place=place: events.append(f"run {place}")) for place, layer in enumerate(layers)]
     places = {id(layer): str(place) for place, layer in enumerate(layers)} | {id(model): OUTSIDE}
-    for unit in shards.units:
-        unit.set_custom_all_gather(TracedGather(moved, f"gather {places.get(id(unit), 'score')}", events))  # type: ignore[arg-type]
+    for number, unit in enumerate(shards.units):
+        event = f"gather {places.get(id(unit), 'score')}"
+        unit.set_custom_all_gather(TracedGather(shards.gather_of(number), event, events))  # type: ignore[arg-type]
     try:
         compute()
         return PassTrace(tuple(events), sum(own.nbytes for own in model.parameters() if not is_shard(own)))
     finally:
         for hook in hooks:
             hook.remove()
-        for unit in shards.units:
-            unit.set_custom_all_gather(CountedGather(moved))  # type: ignore[arg-type]
+        for number, unit in enumerate(shards.units):
+            unit.set_custom_all_gather(shards.gather_of(number))  # type: ignore[arg-type]

@@ -202,14 +202,13 @@ def of_parameters(role: RoleWork, sharding: Sharding) -> Counter[str]:
 
 def of_steps(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
     """What all workers agree on: in an optimizer step the norm of the gradient, and gradients of numbers that several members of a group
-    hold, of which a worker may have more rows than another; where passes wait for other workers, how many there are; elsewhere, whether a
-    worker has run out of memory."""
+    hold, of which a worker may have more rows than another; whether a worker has run out of memory; where passes wait for other workers,
+    how many there are."""
     members = role.tensor.size if role.tensor else 1
     if sharding.workers * members == 1:
         return Counter()
     waits = sharding.parameters or role.experts is not None
-    found = role.batches * NORM + (role.batches + len(role.scored)) * PASSES * waits
-    found += role.batches * FAILED * (not waits and not role.tensor)
+    found = role.batches * (NORM + FAILED) + (role.batches + len(role.scored)) * PASSES * waits
     if role.tensor:
         rows, shared = lay_out_rows(role.sizes, sharding.group), role.tensor.duplicated * max(4, role.itemsize)
         for place, own in learning(role.sizes):

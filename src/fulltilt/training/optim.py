@@ -97,8 +97,8 @@ class Optimizer:
         self._parameters = trained(model)
         self._divided = divided
         self.alone = ranks.alone and divided is None
-        # Where each worker's passes are its own, one that failed can still take part in the step, which all then leave out.
-        self._agreeing = None if self.alone or shards or divided else ranks
+        # A worker that failed can still take part in the step, which all then leave out.
+        self._agreeing = None if self.alone else divided.everyone if divided else ranks
         self._held: Held
         if shards:
             self._held = ParameterShards(self._parameters, shards, divided)

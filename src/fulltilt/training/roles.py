@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,7 @@ from fulltilt.model.attention import Packed
 from fulltilt.model.forward import computing_type, hidden_states, in_one_pass
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.progress import PassProgress
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, SequenceGroup
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
@@ -40,6 +41,7 @@ FILLER = MicroBatch(
     weights=np.zeros(1),
     fresh=np.ones(1, bool),
 )
+NO_PROGRESS = PassProgress()  # of a worker that is alone
 
 
 class Role(ABC):
@@ -51,6 +53,7 @@ class Role(ABC):
     sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
     tensor: Ranks = ALONE  # the members that compute each layer together
     meets: bool = False  # whether workers exchange tokens in its passes, of which each must make as many as the others
+    progress: PassProgress = NO_PROGRESS  # of this worker in passes that others make at the same time
     most_tokens: int = 0  # that have entered the model in a pass
 
     @property
@@ -64,9 +67,13 @@ class Role(ABC):
 
     def part_of(self, micro: MicroBatch, read: np.ndarray) -> StreamPart:
         """What this worker computes of a micro-batch. `read`: places in its stream whose results are read, ascending."""
+        self.progress.begin()
         part = StreamPart.of(micro, read, self.device, self.sequence)
         self.most_tokens = max(self.most_tokens, len(part.ids))
         return part
+
+    def filler_part(self) -> StreamPart:
+        return StreamPart.of(FILLER, FILLER.trained - 1, self.device, self.sequence)
 
     @abstractmethod
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
@@ -79,6 +86,17 @@ class Role(ABC):
     def nothing(self) -> torch.Tensor:
         """A loss of zero, with a gradient of zero, that takes a pass through the whole model."""
         raise AssertionError(f"the {self.name} does not learn")
+
+    @contextmanager
+    def standing_in(self, micro: MicroBatch) -> Iterator[torch.Tensor]:
+        """Encloses a pass over a filler, in which this worker does for others what they expect of it in one over `micro`: yields what
+        `nothing` is, whose backward pass belongs inside."""
+        with self.progress.standing_in(-(-len(micro.ids) // self.sequence.size)):
+            yield self.stand_in(micro)
+
+    @abstractmethod
+    def stand_in(self, micro: MicroBatch) -> torch.Tensor:
+        """For `standing_in`: the loss of zero."""
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None:
         """Bytes of the head's largest temporary in passes over these, by its own count. None: a scalar head has none worth counting."""
@@ -96,14 +114,16 @@ class Policy(Role):
     options: HeadOptions = field(default_factory=HeadOptions)
     sequence: SequenceGroup = ONE
 
-    def run(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]."""
+    def run(self, micro: MicroBatch, entropy: Entropy = "none", filler: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]. `filler`: the body computes one in
+        place of the micro-batch, and the numbers mean nothing."""
         part = self.part_of(micro, micro.trained - 1)
-        targets = part.targets(micro)
+        targets, given = part.targets(micro), self.filler_part() if filler else part
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
-            hidden = hidden_states(self.model, part.ids, part.positions, part.context)
-            return token_logprobs(hidden[part.read], Head.of(self.model), targets, self.temperature, self.options, entropy=entropy)
+            hidden = hidden_states(self.model, given.ids, given.positions, given.context)
+            read = hidden[:1].expand(len(part.read), -1) if filler else hidden[part.read]
+            return token_logprobs(read, Head.of(self.model), targets, self.temperature, self.options, entropy=entropy)
 
         with self.as_role():
             logprobs, entropies = in_one_pass(self.model, compute)
@@ -139,6 +159,10 @@ class Policy(Role):
     def nothing(self) -> torch.Tensor:
         return 0 * self.run(FILLER)[0].sum()
 
+    def stand_in(self, micro: MicroBatch) -> torch.Tensor:
+        logprobs, entropy = self.run(micro, self.learning_entropy if torch.is_grad_enabled() else "none", filler=True)
+        return 0 * (logprobs.sum() + (0 if entropy is None else entropy.sum()))
+
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
         return self.run(micro)[0].float()
@@ -155,6 +179,9 @@ class Critic(Role):
 
     def run(self, micro: MicroBatch) -> torch.Tensor:
         return values_of(self.model, self.part_of(micro, micro.trained - 1))
+
+    def stand_in(self, micro: MicroBatch) -> torch.Tensor:
+        return stand_in_of(self, self.part_of(micro, micro.trained - 1))
 
     def terms(self, micro: MicroBatch) -> ValueTerms:
         values = self.run(micro)
@@ -181,11 +208,21 @@ class Scorer(Role):
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
         return values_of(self.model, self.part_of(micro, micro.trained)).float()
 
+    def stand_in(self, micro: MicroBatch) -> torch.Tensor:
+        return stand_in_of(self, self.part_of(micro, micro.trained))
+
 
 def values_of(model: ScalarModel, part: StreamPart) -> torch.Tensor:
     """The model's number at each token of the stream that is read."""
     values = in_one_pass(model, lambda: model.values(part.ids, part.positions, part.context))
     return part.of_all(values[part.read])
+
+
+def stand_in_of(role: Critic | Scorer, part: StreamPart) -> torch.Tensor:
+    """`Role.stand_in` of a scalar model, for this worker's part of a micro-batch."""
+    given = role.filler_part()
+    values = in_one_pass(role.model, lambda: role.model.values(given.ids, given.positions, given.context))
+    return 0 * part.of_all(values[:1].expand(len(part.read))).sum()
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,15 @@ class Trainer:
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
             yield
         for _ in range(passes - len(micro_batches)):
-            self.role.nothing().backward()  # type: ignore[no-untyped-call]
+            self.make_nothing()
             yield
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
+
+    def make_nothing(self, micro: MicroBatch | None = None) -> None:
+        """Make a pass that adds nothing to the gradients. `micro`: in place of a pass over this micro-batch, for workers that compute it
+        together."""
+        with nullcontext(self.role.nothing()) if micro is None else self.role.standing_in(micro) as loss:
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def _marked(self, micro_batches: list[MicroBatch], passes: int, marking: Marking) -> Generator[None, None, list[MicroBatch]]:
         logprobs = []
