@@ -776,7 +776,7 @@ def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
 
 
 def why_crowded(config: Config, made: Decisions, facts: Facts) -> str | None:
-    """Why something has to leave the device, in words: an update does not fit, or a rollout with the KV cache that the user has asked for."""
+    """Why something has to leave the device, in words: an update does not fit, or a rollout with a KV cache whose size the user set."""
     what, needed = "parameters, gradients and optimizer", most_resident(made, facts)
     if needed > (1 - RESERVE) * facts.device_bytes:
         return f"{what} would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"

@@ -20,8 +20,32 @@ from typing import Any
 from fulltilt.records import UserError
 from fulltilt.words import shortened
 
-TRAINER = re.compile(r"(?:verl|recipe)(?:\.\w+)+")
-TRAINER_FILE = re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py")
+
+@dataclass(frozen=True)
+class Trainers:
+    """The programs that a script may start."""
+
+    module: re.Pattern[str]  # behind `python3 -m`
+    file: re.Pattern[str]
+    example: str
+
+    def is_module(self, word: Any) -> bool:
+        return isinstance(word, str) and bool(self.module.fullmatch(word))
+
+    def is_file(self, word: Any) -> bool:
+        return isinstance(word, str) and bool(self.file.fullmatch(word))
+
+
+VERL = Trainers(
+    re.compile(r"(?:verl|recipe)(?:\.\w+)+"),
+    re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py"),
+    "a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`",
+)
+CHATLEARN = Trainers(
+    re.compile(r"chatlearn\.entrypoint"),
+    re.compile(r"(?:.*/)?entrypoint\.py"),
+    "ChatLearn: `python chatlearn/entrypoint.py grpo --config-file FILE ...`",
+)
 NAME = r"[A-Za-z_]\w*"
 OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
 LOOPS = ("for", "while", "until", "select")
@@ -202,6 +226,7 @@ class Script:
 
     arguments: list[Any]  # texts, or Unknown
     environment: Mapping[str, str]
+    trainers: Trainers = VERL
     variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts and Unknown, or Unknown
     functions: dict[str, list[Word]] = field(default_factory=dict)
     calls: int = 0  # functions that are being followed
@@ -264,7 +289,7 @@ class Script:
             if assigned := _ASSIGNMENT.fullmatch(word.text):
                 why = f"whether ${assigned[1]} is set here depends on what is not known"
                 self.variables[assigned[1]] = reason or Unknown(word.line, why)
-            if TRAINER.fullmatch(word.text) and place and words[place - 1].text == "-m":
+            if place and ((self.trainers.is_module(word.text) and words[place - 1].text == "-m") or self.trainers.is_file(word.text)):
                 told = "whether this command is run depends on what is not known. Give the arguments of the run themselves"
                 raise wrong(reason.line, reason.why) if reason else wrong(line, told)
             if word.text == "shift" and begins_command(words, place):
@@ -438,16 +463,14 @@ class Script:
             self.arguments, self.calls = before, self.calls - 1
 
     def _launch(self, words: list[Word]) -> None:
-        """Keep the command if it starts a trainer of verl's."""
+        """Keep the command if it starts a trainer."""
         pieces = self._pieces(words)
         if text := text_of_command(pieces):
             self._inside(text, words[0].line)
             return
         for place, piece in enumerate(pieces):
-            module = (
-                place + 1 < len(pieces) and piece == "-m" and isinstance(pieces[place + 1], str) and TRAINER.fullmatch(pieces[place + 1])
-            )
-            if not module and not (isinstance(piece, str) and TRAINER_FILE.fullmatch(piece)):
+            module = place + 1 < len(pieces) and piece == "-m" and self.trainers.is_module(pieces[place + 1])
+            if not module and not self.trainers.is_file(piece):
                 continue
             program = pieces[place + 1] if module else piece
             before = [each for each in pieces[:place] if isinstance(each, Unknown) or not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
@@ -508,6 +531,8 @@ class Script:
             return list(self.arguments)
         if array := re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\]\}}"?', text):
             return self._array(array[1], line)
+        if part := re.fullmatch(rf'"?\$\{{([@*]|{NAME}\[[@*]\]):([^{{}}:]+)(?::([^{{}}:]+))?\}}"?', text):
+            return self._slice(part[1], part[2], part[3], line)
         words, place, quoted = [""], 0, False
         if text.startswith("~") and (len(text) == 1 or text[1] == "/"):
             words, place = [self.environment.get("HOME", "~")], 1
@@ -555,6 +580,17 @@ class Script:
             raise NotKnown(Unknown(line, f"${name} is not set"))
         return list(value) if isinstance(value, list) else [value]
 
+    def _slice(self, name: str, begin: str, count: str | None, line: int) -> list[str]:
+        """`"${@:2}"` and `"${ARGS[@]:1:3}"`: arguments count from 1, elements of an array from 0."""
+        whole = name in ("@", "*")
+        if whole:
+            self.passed_on = self.passed_on or self.calls == 0
+        values = list(self.arguments) if whole else self._array(name.partition("[")[0], line)
+        first = self._arithmetic(begin, line) - whole
+        if first < 0:
+            raise NotKnown(Unknown(line, f"${{{name}:{begin}}} is not read. Write its result"))
+        return values[first : None if count is None else first + self._arithmetic(count, line)]
+
     def _joined(self, values: Sequence[Any]) -> str:
         for value in values:
             if isinstance(value, Unknown):
@@ -589,6 +625,12 @@ class Script:
                 return self._joined(values[int(element[2]) :][:1])
         if changed := re.fullmatch(rf"({NAME}|[0-9])(##?|%%?|//?|,,?|\^\^?)(.*)", inside, re.DOTALL):
             return self._changed(self._read(changed[1], line), changed[2], changed[3], line)
+        if named := re.fullmatch(rf"!({NAME})", inside):
+            return self._read(self._read(named[1], line), line)
+        if part := re.fullmatch(rf"({NAME}|[0-9]):( ?[^-=+?:{{}}][^:{{}}]*)(?::([^:{{}}]+))?", inside):
+            first, count = self._arithmetic(part[2], line), part[3]
+            value = self._read(part[1], line)
+            return value[first : None if count is None else (first + len(value) if first < 0 else first) + self._arithmetic(count, line)]
         match = re.fullmatch(rf"({NAME}|[0-9@*#])(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
         if match is None:
             raise NotKnown(Unknown(line, f"${{{shortened(inside, 60)}}} is not read. Write its result"))
@@ -799,10 +841,10 @@ def tested(words: list[str], line: int) -> bool:
     raise wrong(line, f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves")
 
 
-def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Launch:
+def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, trainers: Trainers = VERL) -> Launch:
     """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
     added = frozenset(named[1] for each in arguments if (named := OVERRIDE.match(each)))
-    script = Script(list(arguments), os.environ if environment is None else environment, added=added)
+    script = Script(list(arguments), os.environ if environment is None else environment, trainers, added=added)
     ended = None
     try:
         script.follow(list(tokens(text.replace("\r\n", "\n"))))
@@ -811,7 +853,7 @@ def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str
     if ended and not script.launches:
         raise wrong(ended.line, f"the script ends here, by `{ended.word}`, before it starts a trainer")
     if not script.launches:
-        raise UserError("no command in it starts a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`")
+        raise UserError(f"no command in it starts {trainers.example}")
     if len(script.launches) > 1:
         lines = " and ".join(str(launch.line) for launch in script.launches)
         raise UserError(f"lines {lines} each start a trainer. Give a script with one run")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from fulltilt.compat.translate import (
@@ -64,7 +65,8 @@ def minibatches(ask: Ask) -> Outcome:
             "refused", f"a mini-batch of {mini} prompts is more than a step has ({batch}); verl refuses it too. Use at most {batch}"
         )
     count = math.ceil(batch / min(mini, batch))
-    return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}")
+    uneven = f", as even as can be; in verl the last has {batch % mini}" if batch % min(mini, batch) else ""
+    return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}{uneven}")
 
 
 def steps_of_run(ask: Ask) -> int | None:
@@ -122,8 +124,16 @@ def is_dynamic(ask: Ask, key: str) -> bool:
     return truth(ask.read(key, f"{ACTOR}.use_dynamic_bsz") or False)
 
 
-def micro_batch(section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = ()) -> Conversion:
-    """Samples per micro-batch. `over_all`: of all GPUs together; `before`: keys that decide, where they are given."""
+def sequence_sizes(role: str) -> tuple[str, ...]:
+    """The keys of a role's size of sequence parallelism."""
+    return tuple(f"{role}.{above}ulysses_sequence_parallel_size" for above in ("", "fsdp_config.", "model.fsdp_config.", "fsdp."))
+
+
+def micro_batch(
+    section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = (), sizes: tuple[str, ...] = sequence_sizes(ACTOR)
+) -> Conversion:
+    """Samples per micro-batch. `over_all`: of all GPUs together, of which those of a sequence count once (`sizes`: the keys that say how
+    many these are); `before`: keys that decide, where they are given."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -138,13 +148,14 @@ def micro_batch(section: str, dynamic: str, *, over_all: bool = False, before: t
             return Outcome("means nothing", why)
         why, each = "", count
         if over_all:
-            parallel = max(
-                1, whole(ask.read(f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size") or 1)
-            )
+            parallel = max(1, whole(ask.read(*sizes) or 1))
             ranks = max(1, workers(ask) // parallel)
             each = max(1, count // ranks)
             divided = f"{workers(ask)} GPUs" + (f" / {parallel} of a sequence" if parallel > 1 else "")
-            why = f"counted over all GPUs, which verl deprecates: {count} / {divided} = {each} per GPU. Write {ask.key}_per_gpu={each}"
+            least = ", and at least 1" if count < ranks else ""
+            why = (
+                f"counted over all GPUs, which verl deprecates: {count} / {divided} = {each} per GPU{least}. Write {ask.key}_per_gpu={each}"
+            )
         return sets({f"{section}.dynamic_batch": False, f"{section}.micro_batch": each}, why)
 
     return become
@@ -300,8 +311,41 @@ def one_size(ours: str | None, what: str, use: str) -> Conversion:
         if ask.value is None:
             return NULL
         if whole(ask.value) == 1:
-            return Outcome("means nothing", f"1: no {what}, as here")
+            return Outcome("means nothing", f"1: {what} is off, as here")
         return Outcome("refused", f"{what} is not built in this version. {use}", performance=True)
+
+    return become
+
+
+def host_optimizer(section: str, role: str) -> Conversion:
+    """Megatron's optimizer on the host, which its own keys ask for beside verl's."""
+    above = f"{role}.optim.override_optimizer_config"
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        on, share = truth_or_false(ask.read(f"{above}.optimizer_cpu_offload")), ask.read(f"{above}.optimizer_offload_fraction")
+        if not on:
+            return Outcome("means nothing", "optimizer_cpu_offload is off: Megatron does not read the fraction either")
+        if share is not None and a_number(share) == 0:
+            return Outcome("means nothing", "a fraction of 0: nothing is on the host")
+        part = f"; Megatron leaves {1 - a_number(share):g} of them on the GPU" if share is not None and a_number(share) < 1 else ""
+        return sets({f"{section}.offload_optimizer": True}, f"master weights and moments on the host{part}")
+
+    return become
+
+
+def moved_optimizer(section: str, role: str) -> Conversion:
+    """verl's own switch: the optimizer leaves the GPU between updates."""
+    host = host_optimizer(section, role)
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        asked = host(ask)
+        if not truth(ask.value) and asked.sets:
+            return Outcome("means nothing", "optimizer_cpu_offload is on: the optimizer is on the host in any case")
+        return sets({f"{section}.offload_optimizer": truth(ask.value)})
 
     return become
 
@@ -368,6 +412,15 @@ def estimator(ask: Ask) -> Outcome:
         "refused",
         f"verl's estimator {written(ask.value)} is not built. Known are {', '.join([*VERL_NAMES, 'grpo', 'rloo', 'remax', *ADVANTAGES])}",
     )
+
+
+def samples(ask: Ask) -> Outcome:
+    """Samples of a prompt. One is verl's default, and no group of it has a baseline."""
+    name = str(ask.read("algorithm.adv_estimator"))
+    if ask.value is not None and whole(ask.value) == 1 and PRESETS.get(VERL_NAMES.get(name, name), PRESETS["grpo"]).smallest_group > 1:
+        told = f"a group of one has no baseline: with {name} verl then takes the reward itself as the advantage, and here it would be 0"
+        return Outcome("refused", f"{told}. Use at least 2 samples per prompt")
+    return to("algorithm.samples_per_prompt")(ask)
 
 
 def loss_mode(ask: Ask) -> Outcome:
@@ -767,6 +820,19 @@ def for_loggers(ours: str) -> Conversion:
         if ask.value is None or not set(names_of(ask.read("trainer.logger"))) & set(LOGGERS):
             return Outcome("means nothing", "no logger of fulltilt's is asked for, which would show it; run.dir is the run's folder")
         return sets({ours: ask.value})
+
+    return become
+
+
+def named_folder(ours: str) -> Conversion:
+    """A name that loggers show, and that the run's folder has unless it is given."""
+    shown = for_loggers(ours)
+
+    def become(ask: Ask) -> Outcome:
+        outcome = shown(ask)
+        if ask.value is None or ask.read("trainer.default_local_dir") is not None:
+            return outcome
+        return sets({**folder(replace(ask, value=None)).sets, **outcome.sets}, "the folder that verl writes to")
 
     return become
 

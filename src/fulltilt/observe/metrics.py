@@ -290,8 +290,10 @@ class RowSums:
         asked = [(row.rejected, row.trained) for row in rows if row.rejected is not None]
         rejected, touched = [lost for lost, _ in asked], [lost > 0 for lost, _ in asked]
         considered = [lost + kept for lost, kept in asked]
-        numbers = (totals, advantages, drawn, values, returns, residuals, rejected, considered, touched)
-        return cls(*map(Spread.of, numbers), criteria=CriteriaSums.of_rows(rows))
+        of_rewards = (Spread.of(totals), Spread.of(advantages), Spread.of(drawn))
+        of_critic = (Spread.of(values), Spread.of(returns), Spread.of(residuals))
+        of_rejection = (Spread.of(rejected), Spread.of(considered), Spread.of(touched))
+        return cls(*of_rewards, *of_critic, *of_rejection, CriteriaSums.of_rows(rows))
 
     def __add__(self, other: RowSums) -> RowSums:
         return RowSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -41,9 +41,10 @@ class CriterionSums:
         means = np.array([row.tokens.mean() for row in rows])
         numbers = means if first.whole else tokens
         lowest = first.low if math.isfinite(first.low) else 0.0
-        touched = [not row.kept.all() for row in rows]
-        spread = (tokens, tokens.clip(lowest, first.high), means, numbers > first.high, numbers < first.low)
-        return cls(*map(Spread.of, (*spread, means > first.high, means < first.low, ~np.concatenate([row.kept for row in rows]), touched)))
+        kept = np.concatenate([row.kept for row in rows])
+        touched = np.array([not row.kept.all() for row in rows])
+        of_tokens = (tokens, tokens.clip(lowest, first.high), means, numbers > first.high, numbers < first.low)
+        return cls(*[Spread.of(each) for each in (*of_tokens, means > first.high, means < first.low, ~kept, touched)])
 
     def __add__(self, other: CriterionSums) -> CriterionSums:
         return CriterionSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
