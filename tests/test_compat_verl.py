@@ -18,9 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
+from fulltilt.algo.build import build
+from fulltilt.cluster import checks
 from fulltilt.compat import command, hydra, shell
+from fulltilt.compat.outcome import KINDS
 from fulltilt.compat.surroundings import Surroundings
-from fulltilt.compat.translate import KINDS, Table, Translation, translate
+from fulltilt.compat.translate import Table, Translation, translate
 from fulltilt.compat.verl import PPO
 from fulltilt.compat.verl_sft import SFT
 from fulltilt.config import RULES
@@ -122,7 +125,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     f"{ACTOR}.ulysses_sequence_parallel_size=2": ([], {"train.sequence_parallel": 2}),
     f"{ACTOR}.strategy=fsdp2": ([], {"train.shard": "full"}),
     f"{ACTOR}.fsdp_config.fsdp_size=4": ([], {"train.shard": "hybrid", "train.shard_size": 4}),
-    f"{ACTOR}.fsdp_config.param_offload=True": ([], {"train.offload_params": True}),
+    f"{ACTOR}.fsdp_config.param_offload=True": (KL, {"train.offload_params": True}),
     f"{ACTOR}.fsdp_config.optimizer_offload=True": ([], {"train.offload_optimizer": True}),
     f"{ACTOR}.fsdp_config.forward_prefetch=True": ([f"{ACTOR}.strategy=fsdp2"], {"train.forward_prefetch": True}),
     f"{ACTOR}.entropy_from_logits_with_chunking=True": ([], {"train.entropy_chunk": 2048}),
@@ -140,7 +143,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     f"{ROLLOUT}.tensor_model_parallel_size=2": ([], {"rollout.tensor_parallel": 2}),
     f"{ROLLOUT}.max_num_seqs=256": ([], {"rollout.max_seqs": 256}),
     f"{ROLLOUT}.max_batch_size=384": ([], {"rollout.max_seqs": 384}),
-    f"{ACTOR}.veomni.param_offload=True": ([], {"train.offload_params": True}),
+    f"{ACTOR}.veomni.param_offload=True": (KL, {"train.offload_params": True}),
     f"{ACTOR}.torchtitan.tensor_parallel_size=2": ([], {"train.tensor_parallel": 2}),
     f"{ACTOR}.optim.eps=1e-6": ([], {"train.eps": 1e-6}),
     f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True": (
@@ -256,6 +259,8 @@ NOTHING = {
     f"{ACTOR}.profiler.enable=True": "profilers of Ray's workers",
     f"{ROLLOUT}.engine_kwargs.vllm.swap_space=32": "an argument of an engine",
     "critic.optim.lr=1e-5": "has no effect while algorithm.name",
+    f"{ACTOR}.fsdp_config.param_offload=True": "there is no phase in which the actor's parameters could be away",
+    f"{ACTOR}.entropy_checkpointing=False": "the loss has no entropy bonus",
     f"{ROLLOUT}.val_kwargs.n=4": "data.val is not set",
     "ray_kwargs.ray_init.num_cpus=8": "cluster.stall_s",
     f"{ACTOR}.veomni.ckpt_manager=dcp": "one trainer here",
@@ -483,6 +488,36 @@ def test_random_keys_of_verl_are_all_answered(keys: dict[str, Any], retune: bool
 @given(st.dictionaries(st.sampled_from(known_keys(SFT)), ANY_VALUE, max_size=15), st.booleans())
 def test_random_keys_of_its_sft_trainer_are_all_answered(keys: dict[str, Any], retune: bool) -> None:
     check(SFT, keys, retune)
+
+
+SWITCHES = [
+    f"{ACTOR}.{each}" for each in (
+        "strategy=fsdp2", "strategy=megatron", "fsdp_config.fsdp_size=4", "fsdp_config.param_offload=True", "fsdp_config.grad_offload=True",
+        "fsdp_config.optimizer_offload=True", "use_torch_compile=True", "entropy_checkpointing=False", "entropy_checkpointing=True",
+        "entropy_coeff=0.01", "megatron.tensor_model_parallel_size=2", "megatron.expert_model_parallel_size=2", "use_kl_loss=True",
+        "megatron.override_transformer_config.recompute_granularity=full", "megatron.override_transformer_config.recompute_method=uniform",
+        "megatron.override_transformer_config.recompute_num_layers=2",
+    )
+] + [
+    f"{REF}.fsdp_config.param_offload=True", f"{REF}.model.path=org/older", f"{ARR}.model.lora_rank=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.expert_parallel_size=2", f"{ARR}.model.enable_activation_offload=True", "algorithm.use_kl_in_reward=True",
+    "critic.fsdp.param_offload=True", "critic.fsdp.optimizer_offload=True", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+    "reward_model.enable=True", "reward_model.model.path=org/judge", "reward_model.model.fsdp_config.param_offload=True",
+    "reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=2",
+]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["grpo", "gae"]), st.sets(st.sampled_from(SWITCHES), max_size=9))
+def test_what_is_honoured_is_not_refused_when_the_run_starts(estimator: str, given_keys: set[str]) -> None:
+    """What a run says at its start about keys without effect, the translation has said before."""
+    run = [*GRPO, f"algorithm.adv_estimator={estimator}", "custom_reward_function.path=mine.py", *sorted(given_keys)]
+    found = translated(*{each.partition("=")[0]: each for each in run}.values())
+    config = command.config_of(found)
+    algorithm, device = build(config), "cpu" if config.run.device == "cpu" else "cuda"
+    said = [*checks.settings_without_effect(config, algorithm, device), *checks.wrong_sharing(config, device)]
+    assert said == [] or found.mistakes
 
 
 # -- Hydra's spellings ---------------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 from fulltilt.compat import verl_rules as rules
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     Ask,
     Conversion,
-    Outcome,
     Row,
     Table,
     a_number,

@@ -15,8 +15,9 @@ from typing import Any
 
 from fulltilt.compat import hydra, shell
 from fulltilt.compat.chatlearn import CHATLEARN
+from fulltilt.compat.outcome import KINDS
 from fulltilt.compat.surroundings import Surroundings
-from fulltilt.compat.translate import KINDS, REMOVED, Answer, Table, Translation, Value, translate
+from fulltilt.compat.translate import REMOVED, Answer, Table, Translation, Value, translate
 from fulltilt.compat.verl import DANGLING, PPO
 from fulltilt.compat.verl_rules import ACTOR, MANAGERS
 from fulltilt.compat.verl_sft import NEWER, SFT

@@ -15,19 +15,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
+from fulltilt.compat.outcome import Kind, Outcome
 from fulltilt.compat.surroundings import Surroundings
+from fulltilt.compat.without_effect import without_effect
 from fulltilt.records import UserError
 from fulltilt.schema import Config, conditions, expanded, keys, legal_values, row_of, sections, shown, toml_value
 from fulltilt.settings import holds, in_effect, used_keys
 from fulltilt.words import printable
 
-Kind = Literal["honoured", "means nothing", "refused"]
-KINDS: tuple[Kind, ...] = ("honoured", "means nothing", "refused")
 NO_DEFAULT: Any = object()  # a key that is left alone here where it is not given
 REMOVED: Any = object()  # the value of a key that Hydra's ~key takes away
 # What a key has that must be set once the data is known: an empty table is a legal value of reward.function that no run accepts.
@@ -37,17 +37,6 @@ UNDECIDED: Mapping[str, float] = {}
 PERFORMANCE = frozenset(
     key for key, field in keys().items() if row_of(field).section and not row_of(field).changes.startswith("nothing")
 ) - {key for key in keys() if key.startswith("cluster.")}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a conversion finds for one key and value."""
-
-    kind: Kind
-    why: str = ""  # arithmetic and notes for a key that is honoured; else why not, and what to use instead
-    sets: Mapping[str, Any] = field(default_factory=dict)  # our keys
-    performance: bool = False  # it is a performance setting, though it sets none of our keys
-    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
 
 
 @dataclass(frozen=True)
@@ -348,6 +337,7 @@ class Draft:
                     why = " and ".join(f"{each} is {_seen(in_effect(config, each))}" for each in read)
                     yield key, Outcome("means nothing", f"{key} has no effect while {why}")
                     break
+        yield from ((key, outcome) for key, outcome in without_effect(config) if key in self.values)
 
     def _broken(self) -> Iterator[tuple[str, Outcome]]:
         """Given keys that break a rule between keys."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     UNDECIDED,
     Ask,
     Conversion,
-    Outcome,
     WrongValue,
     a_number,
     pending,
@@ -961,10 +961,13 @@ def reward_workers(ask: Ask) -> Outcome:
     """A pool of GPUs for the reward model alone."""
     if not truth_or_false(ask.read("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")):
         return Outcome("means nothing", "the reward model shares the GPUs of the others: enable_resource_pool is False")
+    if not by_model(ask):
+        return Outcome("means nothing", "no reward model is on that could have them")
     names = [f"{prefix}.{{}}" for prefix in ("reward_model", "reward.reward_model")]
     gpus, machines = (ask.read(*(name.format(each) for name in names)) for each in ("n_gpus_per_node", "nnodes"))
     count = whole(gpus or 0) * max(1, whole(machines or 1))
-    return sets({"cluster.roles": {"reward_model": count}}, "workers of the run that have only the reward model")
+    told = "workers of the run that have only the reward model; verl takes them beside the trainer's GPUs, and trainer.n_gpus_per_node counts both"
+    return sets({"cluster.roles": {"reward_model": count}}, f"{told} here")
 
 
 def template_argument(ask: Ask) -> Outcome:

@@ -6,10 +6,10 @@ As in `verl`; the two trainers have other names for the same things, and stand i
 from __future__ import annotations
 
 from fulltilt.compat import verl_rules as rules
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     Ask,
     Conversion,
-    Outcome,
     Row,
     Table,
     nothing,
