@@ -162,9 +162,9 @@ def _configuration(options: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[
     beneath = read.pop("defaults", [])
     bases = [str(base) for base in (beneath if isinstance(beneath, list) else [beneath]) if base != "_self_"]
     if unknown := [base for base in bases if base not in CONFIGURATIONS]:
-        raise UserError(
-            f"{found}: its defaults name {shortened(unknown[0], 60)}, which is not read. Known are {either(list(CONFIGURATIONS))}"
-        )
+        known = f"Known are {either(list(CONFIGURATIONS))}"
+        remedy = "Give a file of verl's own by its name alone, or as the one file that verl generates of it"
+        raise UserError(f"{found}: its defaults name {shortened(unknown[0], 60)}, which is not read. {known}. {remedy}")
     return read, {key: value for base in bases for key, value in CONFIGURATIONS[base].items()}
 
 

@@ -966,8 +966,9 @@ def reward_workers(ask: Ask) -> Outcome:
     names = [f"{prefix}.{{}}" for prefix in ("reward_model", "reward.reward_model")]
     gpus, machines = (ask.read(*(name.format(each) for name in names)) for each in ("n_gpus_per_node", "nnodes"))
     count = whole(gpus or 0) * max(1, whole(machines or 1))
-    told = "workers of the run that have only the reward model; verl takes them beside the trainer's GPUs, and trainer.n_gpus_per_node counts both"
-    return sets({"cluster.roles": {"reward_model": count}}, f"{told} here")
+    told = "workers of the run that have only the reward model"
+    theirs = "verl takes them beside the trainer's GPUs, and trainer.n_gpus_per_node counts both here"
+    return sets({"cluster.roles": {"reward_model": count}}, f"{told}; {theirs}")
 
 
 def template_argument(ask: Ask) -> Outcome:
