@@ -195,6 +195,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "trainer.experiment_name=first": ([], {"run.dir": "checkpoints/verl_examples/first"}),
     "trainer.default_local_dir=runs/mine": ([], {"run.dir": "runs/mine"}),
     "trainer.max_actor_ckpt_to_keep=3": ([], {"run.keep": 3}),
+    "trainer.max_actor_ckpt_to_keep=0": ([], {"run.keep": 10_000}),
     "trainer.resume_mode=disable": ([], {"run.resume": "never"}),
     "trainer.balance_batch=True": ([], {"train.balance": True}),
     "trainer.device=cpu": ([], {"run.device": "cpu"}),
@@ -238,6 +239,8 @@ REFUSED = {
     f"{ACTOR}.veomni.pipeline_parallel_size=2": "is not built",
     f"{ROLLOUT}.nn=3": "the nearest is actor_rollout_ref.rollout.n",
     "no_such_thing.at_all=3": "unknown key of verl",
+    "actor@actor_rollout_ref.actor=megatron_actor": "give its keys, such as actor_rollout_ref.actor.",
+    f"{ACTOR}.optim.lr=": "an empty text is not a number",
     f"{ROLLOUT}.quantization=fp8": "not quantised",
     "trainer.val_only=True": "fulltilt eval",
 }
@@ -253,6 +256,8 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(assignment: str) -> 
 
 NOTHING = {
     "data.truncation=left": "verl cuts the prompt (left)",
+    "algorithm.rollout_correction=null": "none of its keys is given",
+    "data.gen_batch_size=2048": "a step has data.train_batch_size prompts here",
     f"{ACTOR}.kl_loss_coef=0.01": "use_kl_loss is False",
     f"{ACTOR}.ppo_max_token_len_per_gpu=9000": "only with actor_rollout_ref.actor.use_dynamic_bsz=True",
     f"{REF}.fsdp_config.param_offload=True": "has no effect while",
@@ -305,7 +310,7 @@ def test_what_verl_does_with_a_misleading_key_is_told() -> None:
     ("key", "given", "told"),
     [
         (f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=300"],
-         "1000 prompts / 300 prompts = 4 mini-batches, as even as can be; in verl the last has 100"),
+         "1000 prompts / 300 prompts = 4 mini-batches, as even as can be; in verl the last has 100, or it refuses the sizes"),
         (f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=96", f"{ACTOR}.ppo_mini_batch_size=96"],
          "96 prompts / 96 prompts = 1 mini-batch"),
         (f"{ACTOR}.ppo_micro_batch_size",
@@ -371,6 +376,21 @@ def test_under_bypass_nothing_of_importance_sampling_is_read() -> None:
         assert told.kind == "means nothing" and told.why.startswith("under bypass")
     rejecting = translated(*bypass, f"{above}.rollout_rs=seq_max_k2")  # its bound is that of importance sampling, unless it has one
     assert answer(rejecting, f"{above}.rollout_is_threshold").sets["algorithm.rejection_bounds"] == 5.0
+
+
+def test_importance_sampling_of_verl_0_6_0_is_read() -> None:
+    above = "algorithm.rollout_is"
+    on = [f"{above}=True", f"{above}_threshold=2.0", f"{above}_veto_threshold=null"]
+    assert values(translated(*GRPO, *on))["algorithm.importance_cap"] == 2.0
+    masked = values(translated(*GRPO, *on, f"{above}_level=sequence", f"{above}_mode=mask"))
+    assert (masked["algorithm.importance_cap"], masked["algorithm.importance_level"]) == ([0.5, 2.0], "sequence")
+    for without in (on[:1], on[1:]):
+        off = translated(*GRPO, *without)
+        assert values(off)["algorithm.importance_cap"] == 0.0 and answer(off, without[0].partition("=")[0]).kind == "means nothing"
+    assert "below 1e-4" in answer(translated(*GRPO, *on[:2]), above).why
+    for wrong, told in ((f"{above}_veto_threshold=1e-4", "left out for one token"), (f"{above}_level=geometric", "not built")):
+        refused = answer(translated(*GRPO, *on[:2], wrong), wrong.partition("=")[0])
+        assert refused.kind == "refused" and told in refused.why
 
 
 def test_roles_have_parallel_sizes_of_their_own_where_they_differ() -> None:

@@ -203,7 +203,7 @@ def translate(
     for key, value in given.items():
         found = table.find(key)
         if found is None:
-            outcomes[key] = unknown(table, key)
+            outcomes[key] = unknown(table, key, value)
             continue
         place, row, below = found
         outcome = asked(row, Ask(key, value, theirs, below))
@@ -247,7 +247,13 @@ def retuned(outcome: Outcome) -> Outcome:
     return Outcome("means nothing", f"--retune leaves this performance setting to auto. Without it: {became}")
 
 
-def unknown(table: Table, key: str) -> Outcome:
+def unknown(table: Table, key: str, value: Any) -> Outcome:
+    """A key without a row: a whole table of theirs, a choice among their files, or nothing that is known."""
+    below = next((name for name in table.names if name.startswith(f"{key.partition('@')[2] or key}.")), None)
+    if below and (value is REMOVED or value in (None, {})):
+        return Outcome("means nothing", "a whole table: none of its keys is given, and their defaults hold")
+    if below:
+        return Outcome("refused", f"a whole table of {table.system}'s, or a choice among its files: give its keys, such as {below}")
     near = configuration.nearest(key, table.names)
     told = f"the nearest is {near}" if near else "no known key is similar"
     return Outcome("refused", f"unknown key of {table.system}; {told}")
@@ -437,7 +443,7 @@ def a_number(value: Any) -> float:
     try:
         return float(value)
     except ValueError:
-        raise WrongValue(f"{written(value)} is not a number") from None
+        raise WrongValue(f"{written(value) or 'an empty text'} is not a number") from None
 
 
 def whole(value: Any) -> int:

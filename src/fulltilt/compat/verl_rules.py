@@ -55,6 +55,13 @@ def dynamic_sampling(ask: Ask) -> bool:
     return truth(ask.read(FILTER) or False)
 
 
+def prompts_of_round(ask: Ask) -> Outcome:
+    if ask.value is not None and not dynamic_sampling(ask):
+        told = f"without {FILTER} a step has data.train_batch_size prompts here; verl before 0.9 takes this number for a step then"
+        return Outcome("means nothing", told)
+    return to("algorithm.prompts_per_round")(ask)
+
+
 def minibatches(ask: Ask) -> Outcome:
     """Optimizer steps of a step: verl counts the prompts of each."""
     batch, mini = whole(ask.read("data.train_batch_size")), whole(ask.value)
@@ -65,7 +72,7 @@ def minibatches(ask: Ask) -> Outcome:
             "refused", f"a mini-batch of {mini} prompts is more than a step has ({batch}); verl refuses it too. Use at most {batch}"
         )
     count = math.ceil(batch / min(mini, batch))
-    uneven = f", as even as can be; in verl the last has {batch % mini}" if batch % min(mini, batch) else ""
+    uneven = f", as even as can be; in verl the last has {batch % mini}, or it refuses the sizes" if batch % min(mini, batch) else ""
     return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}{uneven}")
 
 
@@ -74,7 +81,7 @@ def steps_of_run(ask: Ask) -> int | None:
     if ask.read(STEPS) is not None:
         return whole(ask.read(STEPS))
     rows = ask.theirs.seen.rows(files(ask.read("data.train_files")))
-    batch = whole(ask.read("data.gen_batch_size") or ask.read("data.train_batch_size"))
+    batch = whole((ask.read("data.gen_batch_size") if dynamic_sampling(ask) else None) or ask.read("data.train_batch_size"))
     return None if rows is None else rows // max(1, batch) * whole(ask.read(EPOCHS))
 
 
@@ -597,6 +604,23 @@ def older_cap(ask: Ask) -> Outcome:
     return importance(ask)
 
 
+def importance_of_060(ask: Ask) -> Outcome:
+    """verl 0.6.0's keys of importance sampling, which later ones moved and renamed."""
+    above = "algorithm.rollout_is"
+    top, level = ask.read(f"{above}_threshold"), ask.read(f"{above}_level") or "token"
+    if not truth_or_false(ask.read(above)) or top is None:
+        return Outcome("means nothing", f"{above} or its threshold is not set: verl 0.6.0 then gives no weights")
+    if ask.key.endswith("veto_threshold") and ask.value is not None:
+        return Outcome("refused", "no sample is left out for one token. Use null, or algorithm.rollout_correction.rollout_rs=seq_max_k2")
+    if level not in LEVELS:
+        return Outcome("refused", f"weights of the level {written(level)} are not built. Use token or sequence")
+    lower = ask.read(f"{above}_threshold_lower")
+    masks = ask.read(f"{above}_mode") == "mask"
+    cap = [1 / a_number(top) if lower is None else a_number(lower), a_number(top)] if masks else a_number(top)
+    told = "verl 0.6.0" + ("" if ask.has(f"{above}_veto_threshold") else "; it also leaves out samples with a token's ratio below 1e-4")
+    return sets({"algorithm.importance_cap": cap, **({"algorithm.importance_level": level} if level != "token" else {})}, told)
+
+
 def bounds(value: Any) -> Any:
     """One bound, or two: 0.5_2.0 (which Hydra reads as a number with an underscore)."""
     if isinstance(value, str) and "_" in value:
@@ -868,8 +892,8 @@ def resume(ask: Ask) -> Outcome:
 
 
 def kept(ask: Ask) -> Outcome:
-    count = KEEP_ALL if ask.value is None else whole(ask.value)
-    return sets({"run.keep": count}, "verl keeps all checkpoints" if ask.value is None else "")
+    count = 0 if ask.value is None else whole(ask.value)
+    return sets({"run.keep": count}) if count > 0 else sets({"run.keep": KEEP_ALL}, "verl keeps all checkpoints")
 
 
 def every(ours: str) -> Conversion:
