@@ -257,6 +257,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(assignment: str) -> 
 NOTHING = {
     "data.truncation=left": "verl cuts the prompt (left)",
     "algorithm.rollout_correction=null": "none of its keys is given",
+    f"{ROLLOUT}.multi_turn=null": "none of its keys is given",
     "data.gen_batch_size=2048": "a step has data.train_batch_size prompts here",
     f"{ACTOR}.kl_loss_coef=0.01": "use_kl_loss is False",
     f"{ACTOR}.ppo_max_token_len_per_gpu=9000": "only with actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -707,10 +708,39 @@ def test_a_script_with_arrays_and_conditions_needs_only_what_it_cannot_know() ->
     assert launch.launcher == ("nohup", "uv", "run", "--frozen")
 
 
+ODD = """ulimit -n 65535
+trap 'echo failed' ERR
+: "${RUN:=first}"
+if ! command -v ray >/dev/null; then echo none; fi
+[[ $GPUS =~ ^[0-9]+$ ]] && checked=yes
+[[ -v GPUS ]] && set=yes
+read -r A B <<< "1 2"
+mapfile -t FILES < <(ls data)
+((n = 4 * 2))
+(( GPUS > 4 )) && big=1
+while read -r line; do echo "$line"; done < /etc/hosts
+CMD=(python3 -m verl.trainer.main_ppo)
+if (( GPUS == 8 )); then CMD+=(gpus=$GPUS); else CMD+=(gpus=few); fi
+CMD+=(run="$RUN" big=${big:-0} checked=$checked set=${set:-no})
+exec "${CMD[@]}" lr=1e-6 `# a comment within` \\
+    "$@"
+"""
+
+
+def test_what_a_script_does_beside_its_command_does_not_matter() -> None:
+    launch = shell.read(ODD, ["x=1"], {"GPUS": "8"})
+    assert launch.arguments == ("gpus=8", "run=first", "big=1", "checked=yes", "set=yes", "lr=1e-6", "x=1")
+    assert shell.read(ODD, [], {"GPUS": "4"}).arguments[:3] == ("gpus=few", "run=first", "big=0")
+    for name, told in (("A", "line 7: `read` sets"), ("FILES", "line 8: `mapfile` sets"), ("n", r"line 9: \(\( \)\) sets \$n")):
+        with pytest.raises(UserError, match=told):
+            shell.read(ODD.replace("lr=1e-6", f"needed=${name}"), [], {"GPUS": "8", "A": "from elsewhere"})
+
+
 def test_values_that_are_not_needed_may_stay_unknown() -> None:
     text = "NOW=$(date)\nD=${DEVICE:-$(which x)}\n[ -f env.sh ] && source env.sh\npython3 -m verl.trainer.main_ppo a=1"
     assert shell.read(text, [], {}).arguments == ("a=1",)
     assert shell.read("python3 -m verl.trainer.main_ppo a=${X:-$(date)}", [], {"X": "5"}).arguments == ("a=5",)
+    assert shell.read('python3 -m verl.trainer.main_ppo "a=${X:-it\'s}"', [], {}).arguments == ("a=it's",)
     assert shell.read("CMD='python3 -m verl.trainer.main_ppo a=1'\nCMD+=' b=2'\neval $CMD", [], {}).arguments == ("a=1", "b=2")
     assert shell.read('N=3\ndocker exec x bash -lc "python3 -m verl.trainer.main_ppo a=$N"', [], {}).arguments == ("a=3",)
 

@@ -14,6 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ CHATLEARN = Trainers(
 )
 NAME = r"[A-Za-z_]\w*"
 OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
+SETTING = ("read", "mapfile", "readarray", "getopts", "let")  # commands that set the variables they name
 LOOPS = ("for", "while", "until", "select")
 MOST_CALLS = 30  # functions that call one another
 MAYBE = -1  # the status of a command that would have to be run
@@ -124,8 +126,12 @@ def tokens(text: str) -> Iterator[Word]:
             line_end = text.find("\n", place)
             place = len(text) if line_end < 0 else line_end
         elif found := re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+\b|-)?|;;&?|&&|\|\||[;&|()]").match(text, place):
-            if text.startswith("<(", place) or text.startswith(">(", place):
-                raise wrong(line, "a process substitution is not read. Write the value out")
+            if text.startswith(("<(", ">("), place):  # a word, whose value only running it would tell
+                end = bracket_end(text, place + 1, line)
+                yield Word(text[place:end], line)
+                line += text.count("\n", place, end)
+                place, start = end, False
+                continue
             operator_text = found[0]
             if "<<" in operator_text and "<<<" not in operator_text:
                 named = re.compile(r"\s*(['\"]?)([\w-]+)\1").match(text, found.end())
@@ -217,6 +223,9 @@ _ARITHMETIC: Mapping[type, Any] = {
 _COMPARE: Mapping[str, Any] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
+_SIGNS: Mapping[str, Any] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 
 
@@ -270,6 +279,9 @@ class Script:
             return self._if(words, place, skip=skip)
         if word.text == "case":
             return self._case(words, place, skip=skip)
+        if is_arithmetic(words, place):
+            end = matching(words, place, "(", ")")
+            return end + 1, 0 if skip else {True: 0, False: 1, None: MAYBE}[self._decide(words[place : end + 1], word.line)[0]]
         if word.text in ("{", "("):
             end = matching(words, place, word.text, {"{": "}", "(": ")"}[word.text])
             if not skip:
@@ -390,12 +402,26 @@ class Script:
         if first == "!":
             found = self._test(words[1:], line)
             return None if found is None else not found
+        if is_arithmetic(words, 0):
+            return self._compared(words, line)
         if first not in ("[", "[[", "test"):
             return None
         inner = words[1 : -1 if first != "test" else None]
+        if len(inner) == 2 and inner[0].text == "-v":
+            return self._value(inner[1].text) is not None
         if inner and inner[0].text.strip('"') in ("-f", "-d", "-e", "-x", "-r", "-s"):
             return None
         return tested([self._known(word, line, default="") for word in inner], line)
+
+    def _compared(self, words: list[Word], line: int) -> bool | None:
+        """`((A > B))`; what it assigns is not known afterwards. None: it is not a comparison."""
+        inside = " ".join(word.text for word in words[2:-2])
+        for name in re.findall(rf"({NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)", inside):
+            self.variables[name] = Unknown(line, f"(( )) sets ${name}, and is not followed")
+        sides = re.fullmatch(r"([^=<>!&|]+?)\s*([=!]\s*=|[<>]\s*=?)\s*([^=<>!&|]+)", inside)
+        if sides is None:
+            return None
+        return bool(_SIGNS[sides[2].replace(" ", "")](self._arithmetic(sides[1], line), self._arithmetic(sides[3], line)))
 
     def _known(self, word: Word, line: int, default: str | None = None) -> str:
         try:
@@ -422,6 +448,14 @@ class Script:
             for word in words[1:]:
                 self.variables.pop(word.text, None)
                 self.variables[word.text] = Unknown(line, f"${word.text} is not set")
+        elif first in ("read", "mapfile", "readarray", "getopts", "let") or (
+            first == "printf" and len(words) > 2 and words[1].text == "-v"
+        ):
+            for word in words[1:]:
+                if named := re.match(NAME, word.text.strip("'\"")):
+                    self.variables[named[0]] = Unknown(line, f"`{first}` sets ${named[0]}, and is not followed")
+        elif first == ":":
+            self._pieces(words[1:])  # for what `${X:=default}` sets
         elif first == "shift":
             self.arguments = self.arguments[int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1 :]
         elif first in ("exit", "return"):
@@ -526,6 +560,8 @@ class Script:
 
     def expand(self, text: str, line: int, *, split: bool) -> list[str]:
         """The words that a written word becomes. `split`: what an unquoted expansion gives is divided at spaces."""
+        if text.startswith(("<(", ">(")):
+            raise NotKnown(Unknown(line, f"{shortened(text, 60)} would have to be run. Write the value out"))
         if text in ('"$@"', '"${@}"') or (text in ("$@", "$*", "${@}", "${*}") and split):
             self.passed_on = self.passed_on or self.calls == 0
             return list(self.arguments)
@@ -541,7 +577,7 @@ class Script:
             if character == "\\" and place + 1 < len(text):
                 words[-1] += "" if text[place + 1] == "\n" else text[place + 1]
                 place += 2
-            elif character == "'":
+            elif character == "'" and "'" in text[place + 1 :]:  # one alone is an apostrophe, as in "${X:-it's}"
                 end = text.index("'", place + 1)
                 words[-1] += text[place + 1 : end]
                 place, quoted = end + 1, True
@@ -599,6 +635,8 @@ class Script:
 
     def _variable(self, text: str, place: int, line: int) -> tuple[str, int]:
         """The value of an expansion, and the place behind it."""
+        if text[place] == "`" and text[place + 1 : place + 2] == "#":  # a comment within a command
+            return "", closing(text, place + 1, "`", line)
         if text[place] == "`":
             raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} would have to be run"))
         if text.startswith("$((", place):
@@ -735,6 +773,11 @@ def text_of_command(pieces: Sequence[Any]) -> str:
     return ""
 
 
+def is_arithmetic(words: Sequence[Word], place: int) -> bool:
+    """Whether `((` stands at a place."""
+    return [word.text for word in words[place : place + 2]] == ["(", "("]
+
+
 def begins_command(words: Sequence[Word], place: int) -> bool:
     before = ("\n", ";", "&", "&&", "||", "|", "then", "else", "elif", "do", "{", "(", ")", ";;", "if", "while", "until")
     return place == 0 or words[place - 1].text in before
@@ -836,9 +879,13 @@ def tested(words: list[str], line: int) -> bool:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
+        case [left, "=~", right]:
+            with suppress(re.error):
+                return bool(re.search(right, left))
         case [left, sign, right] if sign in _COMPARE and all(re.fullmatch(r"-?\d+", each) for each in (left, right)):
             return bool(_COMPARE[sign](int(left), int(right)))
-    raise wrong(line, f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves")
+    told = f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves"
+    raise NotKnown(Unknown(line, told))
 
 
 def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, trainers: Trainers = VERL) -> Launch:

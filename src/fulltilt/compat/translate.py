@@ -249,7 +249,8 @@ def retuned(outcome: Outcome) -> Outcome:
 
 def unknown(table: Table, key: str, value: Any) -> Outcome:
     """A key without a row: a whole table of theirs, a choice among their files, or nothing that is known."""
-    below = next((name for name in table.names if name.startswith(f"{key.partition('@')[2] or key}.")), None)
+    whole_table = key.partition("@")[2] or key
+    below = next((name for name in table.names if name == whole_table or name.startswith(f"{whole_table}.")), None)
     if below and (value is REMOVED or value in (None, {})):
         return Outcome("means nothing", "a whole table: none of its keys is given, and their defaults hold")
     if below:
