@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -596,18 +597,39 @@ def test_bypass_compares_with_the_engine_in_place_of_the_old_policy() -> None:
     assert float(chosen.loss(as_terms(t)).loss.detach()) == float(parts.loss.detach())
 
 
-def expected_kept(row: Row, name: str, low: float | None, high: float) -> np.ndarray:
+def expected_distance(row: Row, name: str) -> np.ndarray:
     ratio = ratios_of(row)
     if name == "binary_kl":
         assert row.old_logprobs is not None and row.rollout_logprobs is not None
         p, q = (np.clip(np.exp(each[row.mask].astype(float)), 1e-6, 1 - 1e-6) for each in (row.old_logprobs, row.rollout_logprobs))
         both = [a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))]
-        return np.maximum(*both) <= high
+        return np.maximum(*both)
     level, kind = name.rsplit("_", 1)
     distance = {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": ratio - 1 - np.log(ratio)}[kind]
     number = {"token": distance, "seq_sum": distance.sum(), "seq_mean": distance.mean(), "seq_max": distance.max()}[level]
-    inside = (math.log(low or 0.5) <= number) & (number <= math.log(high)) if kind == "k1" else number <= high
-    return np.broadcast_to(inside, ratio.shape)
+    return np.broadcast_to(number, ratio.shape)
+
+
+def expected_kept(row: Row, name: str, low: float | None, high: float) -> np.ndarray:
+    number = expected_distance(row, name)
+    return (math.log(low or 0.5) <= number) & (number <= math.log(high)) if name.endswith("k1") else number <= high
+
+
+def expected_metrics(rows: Sequence[Row], name: str, low: float | None, high: float) -> dict[str, float]:
+    """verl's metrics of one criterion: those of samples count each sample once, the others each token."""
+    distances = [expected_distance(row, name) for row in rows]
+    tokens, samples = np.concatenate(distances), np.array([each.mean() for each in distances])
+    lower, upper = (math.log(low or 0.5), math.log(high)) if name.endswith("k1") else (0.0, high)
+    counted = samples if name.startswith("seq") else tokens
+    kept = [expected_kept(row, name, low, high) for row in rows]
+    return {
+        "mean": tokens.mean(), "max": tokens.max(), "min": tokens.min(), "std": tokens.clip(lower, upper).std(),
+        "fraction_high": (counted > upper).mean(), "fraction_low": (counted < lower).mean(),
+        "seq_mean": samples.mean(), "seq_std": samples.std(ddof=1), "seq_max": samples.max(), "seq_min": samples.min(),
+        "seq_max_deviation": abs(samples).max(), "seq_fraction_high": (samples > upper).mean(),
+        "seq_fraction_low": (samples < lower).mean(), "masked_fraction": 1 - np.concatenate(kept).mean(),
+        "seq_masked_fraction": np.mean([not own.all() for own in kept]),
+    }  # fmt: skip
 
 
 CRITERIA: dict[str, tuple[float | None, float]] = {
@@ -637,6 +659,10 @@ def test_what_is_rejected(name: str) -> None:
     metrics = RowSums.of(found).metrics()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - kept.mean())
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(np.mean([not own.all() for own in expected]))
+    own = {f"rollout_corr/rollout_rs_{name}_{part}": value for part, value in expected_metrics(rows, name, low, high).items()}
+    of_two_workers = (RowSums.of(found[:2]) + RowSums.of(found[2:])).metrics()
+    for measured in (metrics, of_two_workers):
+        assert {key: measured[key] for key in own} == pytest.approx(own, rel=1e-9, abs=1e-12)
     # What is rejected counts in no denominator.
     batch = minibatch(found, "token-mean", 1, MicroSizing(40))
     assert batch.trained_tokens == np.count_nonzero(kept)
@@ -649,6 +675,9 @@ def test_several_criteria_must_all_be_met() -> None:
     for row, after in zip(rows, found, strict=True):
         both = expected_kept(row, "token_k1", 0.8, 1.25) & expected_kept(row, "seq_mean_k3", None, 0.045)
         np.testing.assert_array_equal(after.mask[row.mask], both)
+    metrics = RowSums.of(found).metrics()
+    alone = [metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"] for name in ("token_k1", "seq_mean_k3")]
+    assert max(alone) < metrics["rollout_corr/rollout_rs_masked_fraction"] <= sum(alone)  # together they reject more than each alone
     assert all(name in correction.DISTANCES or name.rpartition("_")[0] in correction.LEVELS for name in CRITERIA)
 
 

@@ -126,10 +126,36 @@ def test_overrides_come_last_and_units_are_told(tmp_path: Path) -> None:
     limits = [f"{POLICY}.max_prompt_tokens_length=1024", f"{POLICY}.max_response_tokens_length=512"]
     got = values(translated(path, *limits))
     assert (got["data.max_prompt_tokens"], got["rollout.max_new_tokens"]) == (1024, 512)
-    with pytest.raises(UserError, match="scripts of ChatLearn's are not read"):
-        translated(tmp_path / "train.sh")
     with pytest.raises(UserError, match="no such file"):
         translated(tmp_path / "gone.yaml")
+
+
+SCRIPT = """#!/bin/bash
+set -x
+export CHATLEARN=$(pwd)
+exp_name=first
+python chatlearn/entrypoint.py grpo --config-file {file} \\
+    runtime_args.exp_name=${{exp_name}} runtime_args.output_dir=/out/${{exp_name}} \\
+    models.policy_trainer.num_gpu=${{num_device:-4}} \\
+    runtime_args.sample_per_episode=64 2>&1 | tee log_${{RANK}}.log ; exit ${{PIPESTATUS[0]}}
+"""
+
+
+def test_a_script_is_followed_to_its_configuration(tmp_path: Path) -> None:
+    path = template(tmp_path, "fsdp")
+    (tmp_path / "train.sh").write_text(SCRIPT.format(file=path))
+    got = values(translated(tmp_path / "train.sh", "models.policy.seed=7"))
+    expected = {"run.dir": "/out/first", "cluster.workers": 4, "algorithm.prompts_per_step": 2, "run.seed": 7}
+    assert {key: got[key] for key in expected} == expected
+    for text, told in (
+        ("echo", "no command in it starts ChatLearn"),
+        ("python chatlearn/entrypoint.py dpo --config-file x.yaml", "ChatLearn's dpo is not built here"),
+        ("python chatlearn/entrypoint.py grpo a=1", "has no --config-file"),
+        ("python chatlearn/entrypoint.py grpo --config-file x.yaml a.b=$GONE", "line 1: \\$GONE is not set"),
+    ):
+        (tmp_path / "wrong.sh").write_text(text)
+        with pytest.raises(UserError, match=told):
+            translated(tmp_path / "wrong.sh")
 
 
 def test_parallel_sizes_of_engine_and_reference_role_are_translated(tmp_path: Path) -> None:

@@ -18,16 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
+from fulltilt.algo.build import build
+from fulltilt.cluster import checks
 from fulltilt.compat import command, hydra, shell
+from fulltilt.compat.outcome import KINDS
 from fulltilt.compat.surroundings import Surroundings
-from fulltilt.compat.translate import KINDS, Table, Translation, translate
+from fulltilt.compat.translate import Table, Translation, translate
 from fulltilt.compat.verl import PPO
 from fulltilt.compat.verl_sft import SFT
 from fulltilt.config import RULES
+from fulltilt.hardware import Cluster, accelerator
 from fulltilt.knobs import LEDGER
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES
+from fulltilt.tune.own import own_plan
+from fulltilt.tune.shapes import named_shape
 
 BASE = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=org/model"]
 GRPO = [
@@ -119,7 +125,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     f"{ACTOR}.ulysses_sequence_parallel_size=2": ([], {"train.sequence_parallel": 2}),
     f"{ACTOR}.strategy=fsdp2": ([], {"train.shard": "full"}),
     f"{ACTOR}.fsdp_config.fsdp_size=4": ([], {"train.shard": "hybrid", "train.shard_size": 4}),
-    f"{ACTOR}.fsdp_config.param_offload=True": ([], {"train.offload_params": True}),
+    f"{ACTOR}.fsdp_config.param_offload=True": (KL, {"train.offload_params": True}),
     f"{ACTOR}.fsdp_config.optimizer_offload=True": ([], {"train.offload_optimizer": True}),
     f"{ACTOR}.fsdp_config.forward_prefetch=True": ([f"{ACTOR}.strategy=fsdp2"], {"train.forward_prefetch": True}),
     f"{ACTOR}.entropy_from_logits_with_chunking=True": ([], {"train.entropy_chunk": 2048}),
@@ -136,6 +142,14 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     f"{ROLLOUT}.top_k=-1": ([], {"rollout.top_k": 0}),
     f"{ROLLOUT}.tensor_model_parallel_size=2": ([], {"rollout.tensor_parallel": 2}),
     f"{ROLLOUT}.max_num_seqs=256": ([], {"rollout.max_seqs": 256}),
+    f"{ROLLOUT}.max_batch_size=384": ([], {"rollout.max_seqs": 384}),
+    f"{ACTOR}.veomni.param_offload=True": (KL, {"train.offload_params": True}),
+    f"{ACTOR}.torchtitan.tensor_parallel_size=2": ([], {"train.tensor_parallel": 2}),
+    f"{ACTOR}.optim.eps=1e-6": ([], {"train.eps": 1e-6}),
+    f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True": (
+        [f"{ACTOR}.megatron.optimizer_offload=False"],
+        {"train.offload_optimizer": True},
+    ),
     f"{ROLLOUT}.max_num_batched_tokens=8192": ([], {"rollout.max_batched_tokens": 8192}),
     f"{ROLLOUT}.enable_chunked_prefill=False": ([], {"rollout.chunked_prefill": False}),
     f"{ROLLOUT}.enable_prefix_caching=False": ([], {"rollout.prefix_sharing": False}),
@@ -157,6 +171,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "critic.fsdp.param_offload=True": (PPO_SMALL, {"critic.offload_params": True}),
     "critic.model.path=org/critic": (["algorithm.adv_estimator=gae"], {"critic.path": "org/critic"}),
     "critic.ppo_micro_batch_size_per_gpu=2": (["algorithm.adv_estimator=gae"], {"critic.dynamic_batch": False, "critic.micro_batch": 2}),
+    "critic.ppo_micro_batch_size=16": (  # 16 over 8 GPUs / 4 of a sequence, whatever the actor's sequences are divided into
+        ["algorithm.adv_estimator=gae", "critic.ulysses_sequence_parallel_size=4"],
+        {"critic.micro_batch": 8},
+    ),
     "critic.cliprange_value=0.2": (["algorithm.adv_estimator=gae"], {"algorithm.value_clip": 0.2}),
     "trainer.critic_warmup=3": (["algorithm.adv_estimator=gae"], {"algorithm.critic_warmup": 3}),
     "reward_model.enable=True": (REWARDED[1:], {"reward.function": "reward_model", "reward_model.path": "org/judge"}),
@@ -177,6 +195,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "trainer.experiment_name=first": ([], {"run.dir": "checkpoints/verl_examples/first"}),
     "trainer.default_local_dir=runs/mine": ([], {"run.dir": "runs/mine"}),
     "trainer.max_actor_ckpt_to_keep=3": ([], {"run.keep": 3}),
+    "trainer.max_actor_ckpt_to_keep=0": ([], {"run.keep": 10_000}),
     "trainer.resume_mode=disable": ([], {"run.resume": "never"}),
     "trainer.balance_batch=True": ([], {"train.balance": True}),
     "trainer.device=cpu": ([], {"run.device": "cpu"}),
@@ -191,8 +210,7 @@ def test_a_key_of_verls_scripts_becomes_one_of_ours(assignment: str) -> None:
     assert {key: got.get(key) for key in expected} == expected
     assert found.mistakes == ()
     key = assignment.lstrip("+").partition("=")[0]
-    if key != "trainer.experiment_name":
-        assert answer(found, key).kind == "honoured", answer(found, key).why
+    assert answer(found, key).kind == "honoured", answer(found, key).why
 
 
 def test_what_is_not_given_is_verls_default_not_ours() -> None:
@@ -217,8 +235,12 @@ REFUSED = {
     "trainer.device=npu": "there is no device npu",
     "data.train_batch_size=many": "algorithm.prompts_per_step must be a whole number",
     f"{ACTOR}.clip_ratio_c=0.5": "must exceed 1",
+    f"{ROLLOUT}.n=1": "verl then takes the reward itself as the advantage",
+    f"{ACTOR}.veomni.pipeline_parallel_size=2": "is not built",
     f"{ROLLOUT}.nn=3": "the nearest is actor_rollout_ref.rollout.n",
     "no_such_thing.at_all=3": "unknown key of verl",
+    "actor@actor_rollout_ref.actor=megatron_actor": "give its keys, such as actor_rollout_ref.actor.",
+    f"{ACTOR}.optim.lr=": "an empty text is not a number",
     f"{ROLLOUT}.quantization=fp8": "not quantised",
     "trainer.val_only=True": "fulltilt eval",
 }
@@ -234,14 +256,22 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(assignment: str) -> 
 
 NOTHING = {
     "data.truncation=left": "verl cuts the prompt (left)",
+    "algorithm.rollout_correction=null": "none of its keys is given",
+    f"{ROLLOUT}.multi_turn=null": "none of its keys is given",
+    "data.gen_batch_size=2048": "a step has data.train_batch_size prompts here",
     f"{ACTOR}.kl_loss_coef=0.01": "use_kl_loss is False",
     f"{ACTOR}.ppo_max_token_len_per_gpu=9000": "only with actor_rollout_ref.actor.use_dynamic_bsz=True",
     f"{REF}.fsdp_config.param_offload=True": "has no effect while",
     f"{ACTOR}.profiler.enable=True": "profilers of Ray's workers",
     f"{ROLLOUT}.engine_kwargs.vllm.swap_space=32": "an argument of an engine",
     "critic.optim.lr=1e-5": "has no effect while algorithm.name",
+    f"{ACTOR}.fsdp_config.param_offload=True": "there is no phase in which the actor's parameters could be away",
+    f"{ACTOR}.entropy_checkpointing=False": "the loss has no entropy bonus",
     f"{ROLLOUT}.val_kwargs.n=4": "data.val is not set",
     "ray_kwargs.ray_init.num_cpus=8": "cluster.stall_s",
+    f"{ACTOR}.veomni.ckpt_manager=dcp": "one trainer here",
+    f"{REF}.optim.lr=1e-6": "does not learn",
+    f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction=0.5": "optimizer_cpu_offload is off",
     f"{ACTOR}._target_=verl.workers.config.FSDPActorConfig": "the name of a class",
 }
 
@@ -277,6 +307,54 @@ def test_what_verl_does_with_a_misleading_key_is_told() -> None:
     assert "verl drops it under FSDP2" in answer(found, f"{ACTOR}.fsdp_config.forward_prefetch").why
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "told"),
+    [
+        (f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=300"],
+         "1000 prompts / 300 prompts = 4 mini-batches, as even as can be; in verl the last has 100, or it refuses the sizes"),
+        (f"{ACTOR}.ppo_mini_batch_size", ["data.train_batch_size=96", f"{ACTOR}.ppo_mini_batch_size=96"],
+         "96 prompts / 96 prompts = 1 mini-batch"),
+        (f"{ACTOR}.ppo_micro_batch_size",
+         [f"{ACTOR}.ppo_micro_batch_size=64", "trainer.nnodes=4", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+         "64 / 32 GPUs / 2 of a sequence = 4 per GPU"),
+        (f"{ACTOR}.ppo_micro_batch_size", [f"{ACTOR}.ppo_micro_batch_size=4"], "4 / 8 GPUs = 1 per GPU, and at least 1"),
+        (f"{ACTOR}.optim.lr_warmup_steps", ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=40", f"{ACTOR}.ppo_epochs=2",
+         f"{ACTOR}.optim.lr_warmup_steps=5"], "5 steps x 6 updates = 30 optimizer steps"),
+        (f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction",
+         [f"{ACTOR}.optim.override_optimizer_config.{each}" for each in ("optimizer_cpu_offload=True", "optimizer_offload_fraction=0.75")],
+         "Megatron leaves 0.25 of them on the GPU"),
+    ],
+)  # fmt: skip
+def test_where_units_change_the_arithmetic_is_told(key: str, given: list[str], told: str) -> None:
+    found = translated(*GRPO, *given)
+    assert told in answer(found, key).why and answer(found, key).kind == "honoured" and found.mistakes == ()
+
+
+def test_a_group_of_one_is_named_also_where_it_is_verls_default() -> None:
+    alone = translated(*BASE, "algorithm.adv_estimator=rloo", "trainer.total_training_steps=5")
+    assert "actor_rollout_ref.rollout.n (verl's default): a group of one has no baseline" in alone.mistakes[0]
+    for estimator in ("gae", "remax", "reinforce_plus_plus"):
+        assert translated(*BASE, f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=5").mistakes == ()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_a_run_of_7b_with_verls_usual_settings_fits_as_it_is_given(gpus: int) -> None:
+    """The KV cache is a share of the GPU that the user has chosen: what else is on the GPU must leave it."""
+    usual = [
+        f"{ARR}.model.path=Qwen/Qwen2.5-7B-Instruct", "data.max_prompt_length=1024", "data.max_response_length=2048", *KL, f"{ROLLOUT}.n=8",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.tensor_model_parallel_size={min(2, gpus)}", f"trainer.n_gpus_per_node={gpus}",
+        f"{ARR}.model.enable_gradient_checkpointing=True",
+    ]  # fmt: skip
+    shape = named_shape("Qwen/Qwen2.5-7B-Instruct")
+    seen = Surroundings(files=False, gpu_bytes=accelerator("H100").memory, sizes_of=lambda name: SHAPES["7B"])
+    for retune in (False, True):
+        config = command.config_of(translated(*GRPO, *usual, seen=seen, retune=retune))
+        assert retune or config.rollout.kv_bytes != "auto"
+        planned = own_plan(config, shape, Cluster.parse("H100", gpus), None)
+        assert not planned.refused
+
+
 @pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean"])
 def test_losses_that_verl_aggregates_in_one_way_have_it(mode: str) -> None:
     loss, given_mode = f"{ACTOR}.policy_loss.loss_mode={mode}", f"{ACTOR}.loss_agg_mode=token-mean"
@@ -299,6 +377,21 @@ def test_under_bypass_nothing_of_importance_sampling_is_read() -> None:
         assert told.kind == "means nothing" and told.why.startswith("under bypass")
     rejecting = translated(*bypass, f"{above}.rollout_rs=seq_max_k2")  # its bound is that of importance sampling, unless it has one
     assert answer(rejecting, f"{above}.rollout_is_threshold").sets["algorithm.rejection_bounds"] == 5.0
+
+
+def test_importance_sampling_of_verl_0_6_0_is_read() -> None:
+    above = "algorithm.rollout_is"
+    on = [f"{above}=True", f"{above}_threshold=2.0", f"{above}_veto_threshold=null"]
+    assert values(translated(*GRPO, *on))["algorithm.importance_cap"] == 2.0
+    masked = values(translated(*GRPO, *on, f"{above}_level=sequence", f"{above}_mode=mask"))
+    assert (masked["algorithm.importance_cap"], masked["algorithm.importance_level"]) == ([0.5, 2.0], "sequence")
+    for without in (on[:1], on[1:]):
+        off = translated(*GRPO, *without)
+        assert values(off)["algorithm.importance_cap"] == 0.0 and answer(off, without[0].partition("=")[0]).kind == "means nothing"
+    assert "below 1e-4" in answer(translated(*GRPO, *on[:2]), above).why
+    for wrong, told in ((f"{above}_veto_threshold=1e-4", "left out for one token"), (f"{above}_level=geometric", "not built")):
+        refused = answer(translated(*GRPO, *on[:2], wrong), wrong.partition("=")[0])
+        assert refused.kind == "refused" and told in refused.why
 
 
 def test_roles_have_parallel_sizes_of_their_own_where_they_differ() -> None:
@@ -418,6 +511,36 @@ def test_random_keys_of_its_sft_trainer_are_all_answered(keys: dict[str, Any], r
     check(SFT, keys, retune)
 
 
+SWITCHES = [
+    f"{ACTOR}.{each}" for each in (
+        "strategy=fsdp2", "strategy=megatron", "fsdp_config.fsdp_size=4", "fsdp_config.param_offload=True", "fsdp_config.grad_offload=True",
+        "fsdp_config.optimizer_offload=True", "use_torch_compile=True", "entropy_checkpointing=False", "entropy_checkpointing=True",
+        "entropy_coeff=0.01", "megatron.tensor_model_parallel_size=2", "megatron.expert_model_parallel_size=2", "use_kl_loss=True",
+        "megatron.override_transformer_config.recompute_granularity=full", "megatron.override_transformer_config.recompute_method=uniform",
+        "megatron.override_transformer_config.recompute_num_layers=2",
+    )
+] + [
+    f"{REF}.fsdp_config.param_offload=True", f"{REF}.model.path=org/older", f"{ARR}.model.lora_rank=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.expert_parallel_size=2", f"{ARR}.model.enable_activation_offload=True", "algorithm.use_kl_in_reward=True",
+    "critic.fsdp.param_offload=True", "critic.fsdp.optimizer_offload=True", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+    "reward_model.enable=True", "reward_model.model.path=org/judge", "reward_model.model.fsdp_config.param_offload=True",
+    "reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=2",
+]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["grpo", "gae"]), st.sets(st.sampled_from(SWITCHES), max_size=9))
+def test_what_is_honoured_is_not_refused_when_the_run_starts(estimator: str, given_keys: set[str]) -> None:
+    """What a run says at its start about keys without effect, the translation has said before."""
+    run = [*GRPO, f"algorithm.adv_estimator={estimator}", "custom_reward_function.path=mine.py", *sorted(given_keys)]
+    found = translated(*{each.partition("=")[0]: each for each in run}.values())
+    config = command.config_of(found)
+    algorithm, device = build(config), "cpu" if config.run.device == "cpu" else "cuda"
+    said = [*checks.settings_without_effect(config, algorithm, device), *checks.wrong_sharing(config, device)]
+    assert said == [] or found.mistakes
+
+
 # -- Hydra's spellings ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +585,15 @@ def test_interpolation_reads_keys_defaults_and_the_environment() -> None:
     ):
         with pytest.raises(UserError, match=told):
             hydra.resolved({"a": wrong}, {}.get, {})
+
+
+def test_relative_interpolation_counts_from_where_it_stands() -> None:
+    assert hydra.resolved({"a.x": "${b.y}", "b.y": "${.z}", "b.z": 5}, {}.get, {})["a.x"] == 5
+    # verl 0.5 to 0.7: a value of the reward model names a key that their files do not have; older ones name the critic's.
+    dangling = ["reward_model.forward_max_token_len_per_gpu=${.ppo_max_token_len_per_gpu}", "reward_model.use_dynamic_bsz=True", *REWARDED]
+    assert answer(translated(*GRPO, dangling[0]), "reward_model.forward_max_token_len_per_gpu").kind == "means nothing"
+    critic = ["critic.ppo_max_token_len_per_gpu=9000", "critic.forward_max_token_len_per_gpu=${.ppo_max_token_len_per_gpu}"]
+    assert values(translated(*GRPO, *dangling, *critic))["reward_model.forward_token_budget"] == 9000
 
 
 def test_a_configuration_of_ones_own_is_read(tmp_path: Path) -> None:
@@ -576,12 +708,62 @@ def test_a_script_with_arrays_and_conditions_needs_only_what_it_cannot_know() ->
     assert launch.launcher == ("nohup", "uv", "run", "--frozen")
 
 
+ODD = """ulimit -n 65535
+trap 'echo failed' ERR
+: "${RUN:=first}"
+if ! command -v ray >/dev/null; then echo none; fi
+[[ $GPUS =~ ^[0-9]+$ ]] && checked=yes
+[[ -v GPUS ]] && set=yes
+read -r A B <<< "1 2"
+mapfile -t FILES < <(ls data)
+((n = 4 * 2))
+(( GPUS > 4 )) && big=1
+while read -r line; do echo "$line"; done < /etc/hosts
+CMD=(python3 -m verl.trainer.main_ppo)
+if (( GPUS == 8 )); then CMD+=(gpus=$GPUS); else CMD+=(gpus=few); fi
+CMD+=(run="$RUN" big=${big:-0} checked=$checked set=${set:-no})
+exec "${CMD[@]}" lr=1e-6 `# a comment within` \\
+    "$@"
+"""
+
+
+def test_what_a_script_does_beside_its_command_does_not_matter() -> None:
+    launch = shell.read(ODD, ["x=1"], {"GPUS": "8"})
+    assert launch.arguments == ("gpus=8", "run=first", "big=1", "checked=yes", "set=yes", "lr=1e-6", "x=1")
+    assert shell.read(ODD, [], {"GPUS": "4"}).arguments[:3] == ("gpus=few", "run=first", "big=0")
+    for name, told in (("A", "line 7: `read` sets"), ("FILES", "line 8: `mapfile` sets"), ("n", r"line 9: \(\( \)\) sets \$n")):
+        with pytest.raises(UserError, match=told):
+            shell.read(ODD.replace("lr=1e-6", f"needed=${name}"), [], {"GPUS": "8", "A": "from elsewhere"})
+
+
 def test_values_that_are_not_needed_may_stay_unknown() -> None:
     text = "NOW=$(date)\nD=${DEVICE:-$(which x)}\n[ -f env.sh ] && source env.sh\npython3 -m verl.trainer.main_ppo a=1"
     assert shell.read(text, [], {}).arguments == ("a=1",)
     assert shell.read("python3 -m verl.trainer.main_ppo a=${X:-$(date)}", [], {"X": "5"}).arguments == ("a=5",)
+    assert shell.read('python3 -m verl.trainer.main_ppo "a=${X:-it\'s}"', [], {}).arguments == ("a=it's",)
     assert shell.read("CMD='python3 -m verl.trainer.main_ppo a=1'\nCMD+=' b=2'\neval $CMD", [], {}).arguments == ("a=1", "b=2")
     assert shell.read('N=3\ndocker exec x bash -lc "python3 -m verl.trainer.main_ppo a=$N"', [], {}).arguments == ("a=3",)
+
+
+PARTS = """shift_by=1
+NAMES=(zero a=1 b=2 c=3)
+long=Qwen2.5-7B key=long
+python3 -m verl.trainer.main_ppo "${NAMES[@]:1:2}" d=${long:0:4} e=${long: -2} f=${!key} "${@:2}" g=$((shift_by + 1))
+"""
+
+
+def test_parts_of_arguments_arrays_and_values_are_read() -> None:
+    launch = shell.read(PARTS, ["first", "x=1", "y=2 3"], {})
+    assert launch.arguments == ("a=1", "b=2", "d=Qwen", "e=7B", "f=Qwen2.5-7B", "x=1", "y=2 3", "g=2") and launch.notes == ()
+    alone = "python3 -m verl.trainer.main_ppo a=${GONE:1}"
+    with pytest.raises(UserError, match=r"line 1: \$GONE is not set"):
+        shell.read(alone, [], {})
+
+
+@pytest.mark.parametrize("name", ["run.sh", "run.bash", "run.slurm", "run.sbatch"])
+def test_scripts_have_several_endings(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("#SBATCH --gres=gpu:8\npython3 -m verl.trainer.main_ppo data.train_batch_size=${SIZE:-8} \\\n  $@\n")
+    assert values(translated(str(tmp_path / name), *GRPO))["algorithm.prompts_per_step"] == 8
 
 
 HELPERS = """log() { echo "$*"; }
@@ -643,6 +825,8 @@ def test_sft_commands_are_translated_too() -> None:
         "always",
     )
     assert list(nested.undecided) == ["run.save_every", "train.warmup_steps"] and not nested.of_kind("refused")
+    both = translated(*launcher, *rest, "data.max_prompt_length=64", "data.max_response_length=64")  # as in an example of verl's
+    assert "for prompt and response together" in answer(both, "data.max_prompt_length").why
     with pytest.raises(UserError, match="has its own trainer"):
         translated("python3", "-m", "verl.trainer.main_generation", "a=1")
 

@@ -637,7 +637,7 @@ def verl(
 @app.command(context_settings=THEIRS)
 def chatlearn(
     ctx: typer.Context,
-    config: Annotated[Path, argument("CONFIG.yaml", "ChatLearn's configuration. Overrides may follow: runtime_args.num_episode=10")],
+    config: Annotated[Path, argument("CONFIG.yaml", "ChatLearn's configuration, or a script. Overrides may follow: models.policy.seed=7")],
     dry_run: DryRun = False,
     write: Write = None,
     retune: Retune = False,

@@ -634,7 +634,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
     budgets: dict[str, int] = {}
     on_cuda = facts.device == "cuda"  # on a CPU there is no second memory, and time is shorter than memory
     if on_cuda:
-        made = decide_offloads(made, facts)
+        made = decide_offloads(config, made, facts)
         of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
         by_auto = config.actor.token_budget == "auto"
         budgets = {role: of_kept.get(role) or decide_budget(config, made, facts, role) for role in trained if by_auto}
@@ -775,12 +775,17 @@ def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
     return max(role_resident(keys, facts, role, role) - role_resident(keys, facts, role, None) for role in facts.roles)
 
 
-def why_crowded(made: Decisions, facts: Facts) -> str | None:
-    """Why something has to leave the device, in words."""
-    needed = most_resident(made, facts)
-    if needed <= (1 - RESERVE) * facts.device_bytes:
+def why_crowded(config: Config, made: Decisions, facts: Facts) -> str | None:
+    """Why something has to leave the device, in words: an update does not fit, or a rollout with a KV cache whose size the user set."""
+    what, needed = "parameters, gradients and optimizer", most_resident(made, facts)
+    if needed > (1 - RESERVE) * facts.device_bytes:
+        return f"{what} would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
+    if not facts.rollout or "actor" not in facts.roles or config.rollout.kv_bytes == "auto":
         return None
-    return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
+    needed, what = useful_rollout(config, made, facts)
+    if needed <= (1 - SLACK) * facts.device_bytes:
+        return None
+    return f"{what} would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
 
 
 def most_resident(made: Decisions, facts: Facts) -> int:
@@ -789,17 +794,17 @@ def most_resident(made: Decisions, facts: Facts) -> int:
     return max(resident(made.keys, facts, role) for role in trained or [None])
 
 
-def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
+def decide_offloads(config: Config, made: Decisions, facts: Facts) -> Decisions:
     """Optimizer states leave first: they are needed for the shortest time, and are the most. Then the parameters of roles that wait, but
     never the actor's: CUDA graphs would have to go for it."""
-    why = why_crowded(made, facts)
+    why = why_crowded(config, made, facts)
     for role, model in facts.roles.items():
         if model.trained and why:
             made = made.decide(role, "offload_optimizer", True, why)
         if made.keys[role].get("offload_optimizer") is True:
             made = made.decide(role, "offload_grads", True, "with the optimizer")
     for role in ("reward_model", "ref", "critic"):
-        if role in facts.roles and len(facts.roles) > 1 and (why := why_crowded(made, facts)):
+        if role in facts.roles and len(facts.roles) > 1 and (why := why_crowded(config, made, facts)):
             made = made.decide(role, "offload_params", True, why)
     return made.decide("actor", "offload_params", False)
 
@@ -879,11 +884,11 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
     if workers == 1 or facts.device != "cuda" or only:
         return replace(possible[0], why=only or "")
     places = [(each, given_decisions(config, each)) for each in (replace(facts, sharding=sharding) for sharding in possible)]
-    offloading = [(each, decide_offloads(made, each)) for each, made in places]
+    offloading = [(each, decide_offloads(config, made, each)) for each, made in places]
     can_load = [most_while_loading(each)[1] <= (1 - SLACK) * facts.device_bytes for each, _ in places]
     fitting = [
         each.sharding for made_ways in (places, offloading)
-        for (each, made), loads in zip(made_ways, can_load, strict=True) if loads and not why_crowded(made, each)
+        for (each, made), loads in zip(made_ways, can_load, strict=True) if loads and not why_crowded(config, made, each)
     ]  # fmt: skip
     needs = [(most_while_loading(each)[1], most_resident(made, each)) for each, made in offloading]
     least = min(range(len(needs)), key=lambda place: (max(needs[place]), needs[place][1]))
@@ -1092,8 +1097,8 @@ def other_experts(config: Config, facts: Facts, way: Division) -> bool:
 def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshared: str | None = None) -> Fit:
     facts = divided(config, whole, way)
     facts = replace(facts, sharding=choose_sharding(config, facts, max(1, beside // way.tensor), only=unshared))
-    made = decide_offloads(given_decisions(config, facts), facts)
-    needed, why = most_resident(made, facts), why_crowded(made, facts)
+    made = decide_offloads(config, given_decisions(config, facts), facts)
+    needed, why = most_resident(made, facts), why_crowded(config, made, facts)
     if facts.rollout and "actor" in facts.roles:
         copied = facts.copy_bytes or rollout_bytes(facts.actor.known_sizes, facts.sharding)
         why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if copied else why

@@ -109,6 +109,20 @@ class Score:
 
 
 @dataclass(frozen=True, eq=False)
+class Distances:
+    """How far trainer and engine are apart at the trained tokens of a row, by one criterion, before any token is rejected."""
+
+    tokens: np.ndarray  # float64; a criterion of whole samples gives all tokens of a row the same number
+    low: float  # a token is kept where its number lies between the bounds
+    high: float
+    whole: bool  # the criterion keeps or rejects whole samples
+
+    @property
+    def kept(self) -> np.ndarray:
+        return (self.tokens >= self.low) & (self.tokens <= self.high)
+
+
+@dataclass(frozen=True, eq=False)
 class Row:
     """One sample as the trainer sees it: prompt and response in one array, with per-token numbers.
 
@@ -127,6 +141,7 @@ class Row:
     sharp_logprobs: np.ndarray | None = None  # float32 [tokens]: as `old_logprobs`, but at half the sampling temperature
     importance: np.ndarray | None = None  # float32 [tokens]: weight between trainer and engine, where the loss does not compute it itself
     rejected: int | None = None  # tokens that `mask` had and that were rejected; None: the algorithm rejects nothing
+    distances: Mapping[str, Distances] | None = None  # by the name of each criterion that may reject tokens
     values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: value of the text before token t
     token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each
     advantages: np.ndarray | None = None  # float32 [tokens]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fulltilt.algo.advantage import HERE, Everyone
-from fulltilt.records import Row
+from fulltilt.records import Distances, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,12 +82,14 @@ class Criterion:
         assert low is None, f"{name} has an upper bound only"
         return Criterion(level, distance, -inf, high)
 
-    def keeps(self, trainer: np.ndarray, engine: np.ndarray) -> np.ndarray:
-        """Whether each token of a sample passes."""
-        if not len(trainer):
-            return np.ones(0, bool)
-        distance = LEVELS[self.level](DISTANCES[self.distance](trainer, engine))
-        return np.broadcast_to((distance >= self.low) & (distance <= self.high), trainer.shape)
+    @property
+    def name(self) -> str:
+        return self.distance if self.distance == "binary_kl" else f"{self.level}_{self.distance}"
+
+    def distances(self, trainer: np.ndarray, engine: np.ndarray) -> Distances:
+        """How far apart they are at each token of a sample."""
+        found = LEVELS[self.level](DISTANCES[self.distance](trainer, engine)) if len(trainer) else 0.0
+        return Distances(np.broadcast_to(found, trainer.shape), self.low, self.high, whole=self.level != "token")
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ class Correction:
             fields["importance"] = np.zeros(row.tokens, np.float32)
             fields["importance"][row.mask] = weights
         if self.criteria:
-            kept = np.logical_and.reduce([each.keeps(*logprobs_of(row)) for each in self.criteria])
+            fields["distances"] = {each.name: each.distances(*logprobs_of(row)) for each in self.criteria}
+            kept = np.logical_and.reduce([each.kept for each in fields["distances"].values()])
             fields["mask"] = row.mask.copy()
             fields["mask"][row.mask] = kept
             fields["rejected"] = int(np.count_nonzero(~kept))

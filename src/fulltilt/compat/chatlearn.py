@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 from fulltilt.compat import verl_rules as rules
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     Ask,
     Conversion,
-    Outcome,
     Row,
     Table,
     a_number,
@@ -29,6 +29,7 @@ from fulltilt.compat.translate import (
     whole,
     written,
 )  # fmt: skip
+from fulltilt.words import many
 
 RUN, POLICY, TRAINER, REF, REWARD = "runtime_args", "models.policy", "models.policy_trainer", "models.ref_policy", "models.reward"
 SAMPLES, PER_PROMPT = f"{RUN}.sample_per_episode", f"{POLICY}.num_inference_per_prompt"
@@ -51,7 +52,7 @@ def minibatches(ask: Ask) -> Outcome:
     if batch > samples:
         return Outcome("refused", f"{batch} samples are more than an episode has ({samples}). Use at most {samples}")
     count = math.ceil(samples / batch)
-    return sets({"algorithm.minibatches_per_step": count}, f"{samples} samples / {batch} samples = {count} mini-batches")
+    return sets({"algorithm.minibatches_per_step": count}, f"{samples} samples / {batch} samples = {many(count, 'mini-batch')}")
 
 
 def packed(ask: Ask) -> bool:

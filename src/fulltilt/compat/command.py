@@ -15,9 +15,10 @@ from typing import Any
 
 from fulltilt.compat import hydra, shell
 from fulltilt.compat.chatlearn import CHATLEARN
+from fulltilt.compat.outcome import KINDS
 from fulltilt.compat.surroundings import Surroundings
-from fulltilt.compat.translate import KINDS, REMOVED, Answer, Table, Translation, Value, translate
-from fulltilt.compat.verl import PPO
+from fulltilt.compat.translate import REMOVED, Answer, Table, Translation, Value, translate
+from fulltilt.compat.verl import DANGLING, PPO
 from fulltilt.compat.verl_rules import ACTOR, MANAGERS
 from fulltilt.compat.verl_sft import NEWER, SFT
 from fulltilt.config import nearest
@@ -26,6 +27,7 @@ from fulltilt.schema import Config, keys, sections, toml_value
 from fulltilt.words import either, many, printable, shortened
 
 LINE = 116
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 OURS = ("--dry-run", "--write", "--retune", "--hardware", "--gpu-memory", "--keep-engine", "--set", "--json", "--quiet")
 MEGATRON: Mapping[str, Any] = {f"{ACTOR}.strategy": "megatron"}
 DAPO: Mapping[str, Any] = {MANAGERS[0]: "dapo"}
@@ -78,7 +80,7 @@ def from_verl(
     """The run that verl's arguments ask for, or a script that starts verl with them."""
     if not arguments:
         raise UserError("nothing to translate. Give the arguments of `python3 -m verl.trainer.main_ppo`, or a script that has them")
-    is_script = arguments[0].endswith(".sh")
+    is_script = Path(arguments[0]).suffix in SCRIPTS
     launch = _script(Path(arguments[0]), arguments[1:], environment) if is_script else _command(list(arguments))
     program = FILES.get(launch.program.rpartition("/")[2], launch.program)
     if program not in PROGRAMS:
@@ -90,17 +92,19 @@ def from_verl(
     given = {**_launcher(launch.launcher), **configured, **hydra.overrides(overridden)}
     assumed = {**chosen.assumed, **assumed, **(MEGATRON if given.get("model_engine") == "megatron" else {})}
     defaults = {**chosen.table.defaults, **assumed}
-    values = hydra.resolved(given, defaults.get, environment)
+    values = hydra.resolved(given, {**DANGLING, **defaults}.get, environment)
     return translate(chosen.table, values, program, seen, retune=retune, notes=launch.notes, assumed=assumed)
 
 
-def _script(path: Path, arguments: Sequence[str], environment: Mapping[str, str] | None) -> shell.Launch:
+def _script(
+    path: Path, arguments: Sequence[str], environment: Mapping[str, str] | None, trainers: shell.Trainers = shell.VERL
+) -> shell.Launch:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}. Give a shell script") from None
     try:
-        return shell.read(text, arguments, environment)
+        return shell.read(text, arguments, environment, trainers)
     except UserError as error:
         raise UserError(
             "\n".join(f"{path}, {line}" if line.startswith("line") else f"{path}: {line}" for line in str(error).split("\n"))
@@ -113,7 +117,7 @@ def _command(words: list[str]) -> shell.Launch:
         if word == "-m" and place + 1 < len(words):
             before = [each for each in words[:place] if not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
             return shell.Launch(words[place + 1], tuple(before), tuple(words[place + 2 :]), 1)
-    if shell.TRAINER.fullmatch(words[0]) or shell.TRAINER_FILE.fullmatch(words[0]):
+    if shell.VERL.is_module(words[0]) or shell.VERL.is_file(words[0]):
         return shell.Launch(words[0], (), tuple(words[1:]), 1)
     names = {word.lstrip("+~").partition(".")[0] for word in words}
     supervised = names & {"model", "optim", "engine"} and not names & {"actor_rollout_ref", "algorithm", "critic", "reward_model"}
@@ -158,9 +162,9 @@ def _configuration(options: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[
     beneath = read.pop("defaults", [])
     bases = [str(base) for base in (beneath if isinstance(beneath, list) else [beneath]) if base != "_self_"]
     if unknown := [base for base in bases if base not in CONFIGURATIONS]:
-        raise UserError(
-            f"{found}: its defaults name {shortened(unknown[0], 60)}, which is not read. Known are {either(list(CONFIGURATIONS))}"
-        )
+        known = f"Known are {either(list(CONFIGURATIONS))}"
+        remedy = "Give a file of verl's own by its name alone, or as the one file that verl generates of it"
+        raise UserError(f"{found}: its defaults name {shortened(unknown[0], 60)}, which is not read. {known}. {remedy}")
     return read, {key: value for base in bases for key, value in CONFIGURATIONS[base].items()}
 
 
@@ -185,15 +189,28 @@ def _launcher(words: Sequence[str]) -> dict[str, Any]:
 def from_chatlearn(
     path: Path, arguments: Sequence[str], seen: Surroundings, *, retune: bool = False, environment: Mapping[str, str] | None = None
 ) -> Translation:
-    """The run that a configuration of ChatLearn's asks for."""
-    if path.suffix == ".sh":
-        remedy = (
-            "Give the configuration that it names behind --config-file, and its overrides: fulltilt chatlearn grpo_fsdp.yaml KEY=VALUE ..."
-        )
-        raise UserError(f"{path}: scripts of ChatLearn's are not read. {remedy}")
+    """The run that a configuration of ChatLearn's asks for, or a script that starts ChatLearn with it."""
+    notes: tuple[str, ...] = ()
+    if path.suffix in SCRIPTS:
+        launch = _script(path, arguments, environment, shell.CHATLEARN)
+        path, arguments, notes = *_configured(path, launch.arguments), launch.notes
     given = {**hydra.read_yaml(path), **hydra.overrides(list(arguments))}
     values = hydra.resolved(given, CHATLEARN.defaults.get, environment)
-    return translate(CHATLEARN, values, "chatlearn", seen, retune=retune)
+    return translate(CHATLEARN, values, "chatlearn", seen, retune=retune, notes=notes)
+
+
+def _configured(script: Path, words: Sequence[str]) -> tuple[Path, list[str]]:
+    """The configuration that a command of ChatLearn's names, and its overrides."""
+    task, *rest = words or ("",)
+    if task != "grpo":
+        raise UserError(f"{script}: ChatLearn's {task or 'task'} is not built here. Known is grpo")
+    for place, word in enumerate(rest):
+        option, equals, value = word.partition("=")
+        if option == "--config-file" and (equals or place + 1 < len(rest)):
+            return Path(value if equals else rest[place + 1]), rest[:place] + rest[place + (1 if equals else 2) :]
+    raise UserError(
+        f"{script}: its command has no --config-file. Give the configuration itself: fulltilt chatlearn FILE.yaml KEY=VALUE ..."
+    )
 
 
 # ---- overrides of ours -------------------------------------------------------------------------------------------------------------

@@ -181,16 +181,16 @@ def resolved(given: Mapping[str, Any], default: Callable[[str], Any], environmen
         if depth > MOST_DEPTH:
             raise UserError(f"{key}: {shortened(value, 80)} refers to itself")
         if match := re.fullmatch(_INNERMOST, value):
-            return whole(one(match[1], key), key, depth + 1)
-        replaced = _INNERMOST.sub(lambda match: str(whole(one(match[1], key), key, depth + 1)), value)
+            return whole(one(match[1], key, depth), key, depth + 1)
+        replaced = _INNERMOST.sub(lambda match: str(whole(one(match[1], key, depth), key, depth + 1)), value)
         if replaced == value:
             raise UserError(f"{key}: {shortened(value, 80)}: this interpolation is not closed")
         return whole(replaced, key, depth + 1)
 
-    def one(text: str, key: str) -> Any:
+    def one(text: str, key: str, depth: int) -> Any:
         resolver, colon, rest = text.partition(":")
         if not colon:
-            return looked_up(text.strip(), key)
+            return looked_up(text.strip(), key, depth)
         name, comma, other = (part.strip() for part in rest.partition(","))
         if resolver == "oc.env":
             if name in names:
@@ -199,19 +199,19 @@ def resolved(given: Mapping[str, Any], default: Callable[[str], Any], environmen
                 return parsed(other)
             raise UserError(f"{key}: ${{{text}}}: the environment has no {name}. Set it, or write a default: ${{oc.env:{name},VALUE}}")
         if resolver == "oc.select":
-            found = looked_up(name, key, missing=None)
+            found = looked_up(name, key, depth, missing=None)
             return parsed(other) if found is None and comma else found
         raise UserError(f"{key}: ${{{text}}}: the resolver {resolver} is not read. Write the value out")
 
-    def looked_up(name: str, key: str, missing: Any = UserError) -> Any:
+    def looked_up(name: str, key: str, depth: int, missing: Any = UserError) -> Any:
         if name.startswith("."):
             above = key.split(".")[: -(len(name) - len(name.lstrip(".")))]
             name = ".".join([*above, name.lstrip(".")])
         if name in given and given[name] is not REMOVED:
-            return given[name]
+            return whole(given[name], name, depth + 1)  # what is relative there is relative to where it stands
         found = default(name)
         if found is None and missing is UserError:
             raise UserError(f"{key}: ${{{name}}} has no value here. Set {name}, or write the value out")
-        return found
+        return whole(found, name, depth + 1)
 
     return {key: whole(value, key, 0) for key, value in given.items()}

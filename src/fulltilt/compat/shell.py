@@ -14,16 +14,42 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulltilt.records import UserError
 from fulltilt.words import shortened
 
-TRAINER = re.compile(r"(?:verl|recipe)(?:\.\w+)+")
-TRAINER_FILE = re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py")
+
+@dataclass(frozen=True)
+class Trainers:
+    """The programs that a script may start."""
+
+    module: re.Pattern[str]  # behind `python3 -m`
+    file: re.Pattern[str]
+    example: str
+
+    def is_module(self, word: Any) -> bool:
+        return isinstance(word, str) and bool(self.module.fullmatch(word))
+
+    def is_file(self, word: Any) -> bool:
+        return isinstance(word, str) and bool(self.file.fullmatch(word))
+
+
+VERL = Trainers(
+    re.compile(r"(?:verl|recipe)(?:\.\w+)+"),
+    re.compile(r"(?:.*/)?(?:main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)\.py"),
+    "a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`",
+)
+CHATLEARN = Trainers(
+    re.compile(r"chatlearn\.entrypoint"),
+    re.compile(r"(?:.*/)?entrypoint\.py"),
+    "ChatLearn: `python chatlearn/entrypoint.py grpo --config-file FILE ...`",
+)
 NAME = r"[A-Za-z_]\w*"
 OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
+SETTING = ("read", "mapfile", "readarray", "getopts", "let")  # commands that set the variables they name
 LOOPS = ("for", "while", "until", "select")
 MOST_CALLS = 30  # functions that call one another
 MAYBE = -1  # the status of a command that would have to be run
@@ -100,8 +126,12 @@ def tokens(text: str) -> Iterator[Word]:
             line_end = text.find("\n", place)
             place = len(text) if line_end < 0 else line_end
         elif found := re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+\b|-)?|;;&?|&&|\|\||[;&|()]").match(text, place):
-            if text.startswith("<(", place) or text.startswith(">(", place):
-                raise wrong(line, "a process substitution is not read. Write the value out")
+            if text.startswith(("<(", ">("), place):  # a word, whose value only running it would tell
+                end = bracket_end(text, place + 1, line)
+                yield Word(text[place:end], line)
+                line += text.count("\n", place, end)
+                place, start = end, False
+                continue
             operator_text = found[0]
             if "<<" in operator_text and "<<<" not in operator_text:
                 named = re.compile(r"\s*(['\"]?)([\w-]+)\1").match(text, found.end())
@@ -193,6 +223,9 @@ _ARITHMETIC: Mapping[type, Any] = {
 _COMPARE: Mapping[str, Any] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
+_SIGNS: Mapping[str, Any] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 
 
@@ -202,6 +235,7 @@ class Script:
 
     arguments: list[Any]  # texts, or Unknown
     environment: Mapping[str, str]
+    trainers: Trainers = VERL
     variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts and Unknown, or Unknown
     functions: dict[str, list[Word]] = field(default_factory=dict)
     calls: int = 0  # functions that are being followed
@@ -245,6 +279,9 @@ class Script:
             return self._if(words, place, skip=skip)
         if word.text == "case":
             return self._case(words, place, skip=skip)
+        if is_arithmetic(words, place):
+            end = matching(words, place, "(", ")")
+            return end + 1, 0 if skip else {True: 0, False: 1, None: MAYBE}[self._decide(words[place : end + 1], word.line)[0]]
         if word.text in ("{", "("):
             end = matching(words, place, word.text, {"{": "}", "(": ")"}[word.text])
             if not skip:
@@ -264,7 +301,7 @@ class Script:
             if assigned := _ASSIGNMENT.fullmatch(word.text):
                 why = f"whether ${assigned[1]} is set here depends on what is not known"
                 self.variables[assigned[1]] = reason or Unknown(word.line, why)
-            if TRAINER.fullmatch(word.text) and place and words[place - 1].text == "-m":
+            if place and ((self.trainers.is_module(word.text) and words[place - 1].text == "-m") or self.trainers.is_file(word.text)):
                 told = "whether this command is run depends on what is not known. Give the arguments of the run themselves"
                 raise wrong(reason.line, reason.why) if reason else wrong(line, told)
             if word.text == "shift" and begins_command(words, place):
@@ -365,12 +402,26 @@ class Script:
         if first == "!":
             found = self._test(words[1:], line)
             return None if found is None else not found
+        if is_arithmetic(words, 0):
+            return self._compared(words, line)
         if first not in ("[", "[[", "test"):
             return None
         inner = words[1 : -1 if first != "test" else None]
+        if len(inner) == 2 and inner[0].text == "-v":
+            return self._value(inner[1].text) is not None
         if inner and inner[0].text.strip('"') in ("-f", "-d", "-e", "-x", "-r", "-s"):
             return None
         return tested([self._known(word, line, default="") for word in inner], line)
+
+    def _compared(self, words: list[Word], line: int) -> bool | None:
+        """`((A > B))`; what it assigns is not known afterwards. None: it is not a comparison."""
+        inside = " ".join(word.text for word in words[2:-2])
+        for name in re.findall(rf"({NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)", inside):
+            self.variables[name] = Unknown(line, f"(( )) sets ${name}, and is not followed")
+        sides = re.fullmatch(r"([^=<>!&|]+?)\s*([=!]\s*=|[<>]\s*=?)\s*([^=<>!&|]+)", inside)
+        if sides is None:
+            return None
+        return bool(_SIGNS[sides[2].replace(" ", "")](self._arithmetic(sides[1], line), self._arithmetic(sides[3], line)))
 
     def _known(self, word: Word, line: int, default: str | None = None) -> str:
         try:
@@ -397,6 +448,14 @@ class Script:
             for word in words[1:]:
                 self.variables.pop(word.text, None)
                 self.variables[word.text] = Unknown(line, f"${word.text} is not set")
+        elif first in ("read", "mapfile", "readarray", "getopts", "let") or (
+            first == "printf" and len(words) > 2 and words[1].text == "-v"
+        ):
+            for word in words[1:]:
+                if named := re.match(NAME, word.text.strip("'\"")):
+                    self.variables[named[0]] = Unknown(line, f"`{first}` sets ${named[0]}, and is not followed")
+        elif first == ":":
+            self._pieces(words[1:])  # for what `${X:=default}` sets
         elif first == "shift":
             self.arguments = self.arguments[int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1 :]
         elif first in ("exit", "return"):
@@ -438,16 +497,14 @@ class Script:
             self.arguments, self.calls = before, self.calls - 1
 
     def _launch(self, words: list[Word]) -> None:
-        """Keep the command if it starts a trainer of verl's."""
+        """Keep the command if it starts a trainer."""
         pieces = self._pieces(words)
         if text := text_of_command(pieces):
             self._inside(text, words[0].line)
             return
         for place, piece in enumerate(pieces):
-            module = (
-                place + 1 < len(pieces) and piece == "-m" and isinstance(pieces[place + 1], str) and TRAINER.fullmatch(pieces[place + 1])
-            )
-            if not module and not (isinstance(piece, str) and TRAINER_FILE.fullmatch(piece)):
+            module = place + 1 < len(pieces) and piece == "-m" and self.trainers.is_module(pieces[place + 1])
+            if not module and not self.trainers.is_file(piece):
                 continue
             program = pieces[place + 1] if module else piece
             before = [each for each in pieces[:place] if isinstance(each, Unknown) or not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
@@ -503,11 +560,15 @@ class Script:
 
     def expand(self, text: str, line: int, *, split: bool) -> list[str]:
         """The words that a written word becomes. `split`: what an unquoted expansion gives is divided at spaces."""
+        if text.startswith(("<(", ">(")):
+            raise NotKnown(Unknown(line, f"{shortened(text, 60)} would have to be run. Write the value out"))
         if text in ('"$@"', '"${@}"') or (text in ("$@", "$*", "${@}", "${*}") and split):
             self.passed_on = self.passed_on or self.calls == 0
             return list(self.arguments)
         if array := re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\]\}}"?', text):
             return self._array(array[1], line)
+        if part := re.fullmatch(rf'"?\$\{{([@*]|{NAME}\[[@*]\]):([^{{}}:]+)(?::([^{{}}:]+))?\}}"?', text):
+            return self._slice(part[1], part[2], part[3], line)
         words, place, quoted = [""], 0, False
         if text.startswith("~") and (len(text) == 1 or text[1] == "/"):
             words, place = [self.environment.get("HOME", "~")], 1
@@ -516,7 +577,7 @@ class Script:
             if character == "\\" and place + 1 < len(text):
                 words[-1] += "" if text[place + 1] == "\n" else text[place + 1]
                 place += 2
-            elif character == "'":
+            elif character == "'" and "'" in text[place + 1 :]:  # one alone is an apostrophe, as in "${X:-it's}"
                 end = text.index("'", place + 1)
                 words[-1] += text[place + 1 : end]
                 place, quoted = end + 1, True
@@ -555,6 +616,17 @@ class Script:
             raise NotKnown(Unknown(line, f"${name} is not set"))
         return list(value) if isinstance(value, list) else [value]
 
+    def _slice(self, name: str, begin: str, count: str | None, line: int) -> list[str]:
+        """`"${@:2}"` and `"${ARGS[@]:1:3}"`: arguments count from 1, elements of an array from 0."""
+        whole = name in ("@", "*")
+        if whole:
+            self.passed_on = self.passed_on or self.calls == 0
+        values = list(self.arguments) if whole else self._array(name.partition("[")[0], line)
+        first = self._arithmetic(begin, line) - whole
+        if first < 0:
+            raise NotKnown(Unknown(line, f"${{{name}:{begin}}} is not read. Write its result"))
+        return values[first : None if count is None else first + self._arithmetic(count, line)]
+
     def _joined(self, values: Sequence[Any]) -> str:
         for value in values:
             if isinstance(value, Unknown):
@@ -563,6 +635,8 @@ class Script:
 
     def _variable(self, text: str, place: int, line: int) -> tuple[str, int]:
         """The value of an expansion, and the place behind it."""
+        if text[place] == "`" and text[place + 1 : place + 2] == "#":  # a comment within a command
+            return "", closing(text, place + 1, "`", line)
         if text[place] == "`":
             raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} would have to be run"))
         if text.startswith("$((", place):
@@ -589,6 +663,12 @@ class Script:
                 return self._joined(values[int(element[2]) :][:1])
         if changed := re.fullmatch(rf"({NAME}|[0-9])(##?|%%?|//?|,,?|\^\^?)(.*)", inside, re.DOTALL):
             return self._changed(self._read(changed[1], line), changed[2], changed[3], line)
+        if named := re.fullmatch(rf"!({NAME})", inside):
+            return self._read(self._read(named[1], line), line)
+        if part := re.fullmatch(rf"({NAME}|[0-9]):( ?[^-=+?:{{}}][^:{{}}]*)(?::([^:{{}}]+))?", inside):
+            first, count = self._arithmetic(part[2], line), part[3]
+            value = self._read(part[1], line)
+            return value[first : None if count is None else (first + len(value) if first < 0 else first) + self._arithmetic(count, line)]
         match = re.fullmatch(rf"({NAME}|[0-9@*#])(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
         if match is None:
             raise NotKnown(Unknown(line, f"${{{shortened(inside, 60)}}} is not read. Write its result"))
@@ -693,6 +773,11 @@ def text_of_command(pieces: Sequence[Any]) -> str:
     return ""
 
 
+def is_arithmetic(words: Sequence[Word], place: int) -> bool:
+    """Whether `((` stands at a place."""
+    return [word.text for word in words[place : place + 2]] == ["(", "("]
+
+
 def begins_command(words: Sequence[Word], place: int) -> bool:
     before = ("\n", ";", "&", "&&", "||", "|", "then", "else", "elif", "do", "{", "(", ")", ";;", "if", "while", "until")
     return place == 0 or words[place - 1].text in before
@@ -794,15 +879,19 @@ def tested(words: list[str], line: int) -> bool:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
+        case [left, "=~", right]:
+            with suppress(re.error):
+                return bool(re.search(right, left))
         case [left, sign, right] if sign in _COMPARE and all(re.fullmatch(r"-?\d+", each) for each in (left, right)):
             return bool(_COMPARE[sign](int(left), int(right)))
-    raise wrong(line, f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves")
+    told = f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves"
+    raise NotKnown(Unknown(line, told))
 
 
-def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Launch:
+def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, trainers: Trainers = VERL) -> Launch:
     """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
     added = frozenset(named[1] for each in arguments if (named := OVERRIDE.match(each)))
-    script = Script(list(arguments), os.environ if environment is None else environment, added=added)
+    script = Script(list(arguments), os.environ if environment is None else environment, trainers, added=added)
     ended = None
     try:
         script.follow(list(tokens(text.replace("\r\n", "\n"))))
@@ -811,7 +900,7 @@ def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str
     if ended and not script.launches:
         raise wrong(ended.line, f"the script ends here, by `{ended.word}`, before it starts a trainer")
     if not script.launches:
-        raise UserError("no command in it starts a trainer of verl's: `python3 -m verl.trainer.main_ppo ...`")
+        raise UserError(f"no command in it starts {trainers.example}")
     if len(script.launches) > 1:
         lines = " and ".join(str(launch.line) for launch in script.launches)
         raise UserError(f"lines {lines} each start a trainer. Give a script with one run")

@@ -15,19 +15,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
+from fulltilt.compat.outcome import Kind, Outcome
 from fulltilt.compat.surroundings import Surroundings
+from fulltilt.compat.without_effect import without_effect
 from fulltilt.records import UserError
 from fulltilt.schema import Config, conditions, expanded, keys, legal_values, row_of, sections, shown, toml_value
 from fulltilt.settings import holds, in_effect, used_keys
 from fulltilt.words import printable
 
-Kind = Literal["honoured", "means nothing", "refused"]
-KINDS: tuple[Kind, ...] = ("honoured", "means nothing", "refused")
 NO_DEFAULT: Any = object()  # a key that is left alone here where it is not given
 REMOVED: Any = object()  # the value of a key that Hydra's ~key takes away
 # What a key has that must be set once the data is known: an empty table is a legal value of reward.function that no run accepts.
@@ -37,17 +37,6 @@ UNDECIDED: Mapping[str, float] = {}
 PERFORMANCE = frozenset(
     key for key, field in keys().items() if row_of(field).section and not row_of(field).changes.startswith("nothing")
 ) - {key for key in keys() if key.startswith("cluster.")}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a conversion finds for one key and value."""
-
-    kind: Kind
-    why: str = ""  # arithmetic and notes for a key that is honoured; else why not, and what to use instead
-    sets: Mapping[str, Any] = field(default_factory=dict)  # our keys
-    performance: bool = False  # it is a performance setting, though it sets none of our keys
-    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
 
 
 @dataclass(frozen=True)
@@ -214,7 +203,7 @@ def translate(
     for key, value in given.items():
         found = table.find(key)
         if found is None:
-            outcomes[key] = unknown(table, key)
+            outcomes[key] = unknown(table, key, value)
             continue
         place, row, below = found
         outcome = asked(row, Ask(key, value, theirs, below))
@@ -258,7 +247,14 @@ def retuned(outcome: Outcome) -> Outcome:
     return Outcome("means nothing", f"--retune leaves this performance setting to auto. Without it: {became}")
 
 
-def unknown(table: Table, key: str) -> Outcome:
+def unknown(table: Table, key: str, value: Any) -> Outcome:
+    """A key without a row: a whole table of theirs, a choice among their files, or nothing that is known."""
+    whole_table = key.partition("@")[2] or key
+    below = next((name for name in table.names if name == whole_table or name.startswith(f"{whole_table}.")), None)
+    if below and (value is REMOVED or value in (None, {})):
+        return Outcome("means nothing", "a whole table: none of its keys is given, and their defaults hold")
+    if below:
+        return Outcome("refused", f"a whole table of {table.system}'s, or a choice among its files: give its keys, such as {below}")
     near = configuration.nearest(key, table.names)
     told = f"the nearest is {near}" if near else "no known key is similar"
     return Outcome("refused", f"unknown key of {table.system}; {told}")
@@ -348,6 +344,7 @@ class Draft:
                     why = " and ".join(f"{each} is {_seen(in_effect(config, each))}" for each in read)
                     yield key, Outcome("means nothing", f"{key} has no effect while {why}")
                     break
+        yield from ((key, outcome) for key, outcome in without_effect(config) if key in self.values)
 
     def _broken(self) -> Iterator[tuple[str, Outcome]]:
         """Given keys that break a rule between keys."""
@@ -447,7 +444,7 @@ def a_number(value: Any) -> float:
     try:
         return float(value)
     except ValueError:
-        raise WrongValue(f"{written(value)} is not a number") from None
+        raise WrongValue(f"{written(value) or 'an empty text'} is not a number") from None
 
 
 def whole(value: Any) -> int:

@@ -36,7 +36,7 @@ DATA: tuple[Row, ...] = (
     Row("data.prompt_key", to("data.prompt_key"), default="prompt"),
     Row("data.shuffle", switch("data.shuffle"), default=True),
     Row("data.seed", to("run.seed")),
-    Row("data.gen_batch_size", to("algorithm.prompts_per_round")),
+    Row("data.gen_batch_size", rules.prompts_of_round),
     Row("data.trust_remote_code", switch("model.trust_remote_code")),
     Row("data.truncation", rules.truncation),
     Row(
@@ -74,7 +74,7 @@ DATA: tuple[Row, ...] = (
 ALGORITHM: tuple[Row, ...] = (
     Row("algorithm.adv_estimator", rules.estimator, default="gae"),
     Row(rules.LOSS_MODE, rules.loss_mode, default="vanilla"),
-    Row(f"{ROLLOUT}.n", to("algorithm.samples_per_prompt"), default=1),
+    Row(f"{ROLLOUT}.n", rules.samples, default=1),
     Row(f"{{{ACTOR},{REF},{CRITIC}}}.rollout_n", same_as(f"{ROLLOUT}.n", what="one number of samples per prompt")),
     Row(f"{ACTOR}.ppo_mini_batch_size", rules.minibatches, default=256),
     Row(f"{CRITIC}.ppo_mini_batch_size", same_as(f"{ACTOR}.ppo_mini_batch_size", what="actor and critic have the same mini-batches")),
@@ -154,10 +154,8 @@ ALGORITHM: tuple[Row, ...] = (
     Row(f"{CORRECTION}.{{use_pure_rollout_correction,use_policy_gradient}}", off("a policy gradient without clipping is loss_mode=gpg")),
     Row(f"{CORRECTION}.rollout_token_veto_threshold", off("no sample is vetoed by one token. Use rollout_rs=seq_max_k2")),
     Row(f"{CORRECTION}.debug_rollout_actor_probs", nothing("rollout_corr/* metrics are always there")),
-    Row(
-        "algorithm.rollout_is{,_threshold,_threshold_lower,_level,_mode,_veto_threshold,_batch_normalize}",
-        off(f"verl 0.6.0 only: write {CORRECTION}.rollout_is=token and {CORRECTION}.rollout_is_threshold=2.0"),
-    ),
+    Row("algorithm.rollout_is{,_threshold,_threshold_lower,_level,_mode,_veto_threshold}", rules.importance_of_060),
+    Row("algorithm.rollout_is_batch_normalize", off(f"write {CORRECTION}.rollout_is_batch_normalize=True")),
     Row("algorithm.use_pf_ppo", off("preference feedback PPO is not built")),
     Row("algorithm.pf_ppo.*", nothing("use_pf_ppo is off, as here")),
     Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", rules.reward_parts),
@@ -186,19 +184,24 @@ OPTIMIZER: tuple[Row, ...] = (
         for row in (
             Row(f"{role}.optim.lr_warmup_steps", rules.warmup_steps(section)),
             Row(f"{role}.optim.lr_warmup_steps_ratio", rules.warmup_ratio(f"{role}.optim", section), default=0.0),
-            Row(f"{role}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style}}", rules.schedule(section), default="constant"),
-            Row(f"{role}.optim.min_lr_ratio", number(f"{section}.min_lr_ratio")),
-            Row(f"{role}.optim.min_lr", rules.least_rate(role, section)),
+            Row(f"{role}.optim.{{lr_scheduler_type,warmup_style,lr_decay_style,decay_type}}", rules.schedule(section), default="constant"),
+            Row(f"{role}.optim.{{min_lr_ratio,min_lr_factor}}", number(f"{section}.min_lr_ratio")),
+            Row(f"{role}.optim.{{min_lr,lr_min}}", rules.least_rate(role, section)),
         )
     ),
     Row(f"{OPTIM}.num_cycles", only(0.5, None, nothing="half a cosine, as here", refused="the cosine falls once, to its end. Use 0.5")),
-    Row(f"{OPTIM}.optimizer", rules.optimizer),
+    Row(f"{OPTIM}.{{optimizer,name}}", rules.optimizer),
     Row(f"{OPTIM}.optimizer_impl", rules.optimizer_package),
     Row(f"{OPTIM}.total_training_steps", nothing("verl fills it in itself: trainer.total_training_steps counts")),
     Row(
-        f"{OPTIM}.lr_warmup_init",
+        f"{OPTIM}.{{lr_warmup_init,lr_start}}",
         only(0, 0.0, nothing="the learning rate rises from 0", refused="the learning rate rises from 0. Remove it"),
     ),
+    Row(
+        f"{OPTIM}.lr_decay_ratio",
+        only(1, 1.0, nothing="it falls until the last step, as here", refused="the learning rate falls until the run's last step"),
+    ),
+    Row(f"{REF}.optim.*", nothing("the reference role does not learn")),
     Row(f"{OPTIM}.{{lr_decay_steps,lr_wsd_decay_steps}}", off("the learning rate falls until the run's last step")),
     Row(f"{OPTIM}.{{lr_wsd_decay_style,lr_wsd_stable_steps_ratio,zero_indexed_step}}", nothing("for the schedule wsd, which is not built")),
     Row(
@@ -227,13 +230,12 @@ OPTIMIZER: tuple[Row, ...] = (
         ),
         nothing("for Muon, which is not built"),
     ),
-    Row(
-        f"{ACTOR}.optim.override_optimizer_config.{{optimizer_cpu_offload,optimizer_offload_fraction}}",
-        lambda ask: rules.sets({"train.offload_optimizer": bool(ask.value)}, "master weights and moments on the host"),
-    ),
-    Row(
-        f"{CRITIC}.optim.override_optimizer_config.{{optimizer_cpu_offload,optimizer_offload_fraction}}",
-        lambda ask: rules.sets({"critic.offload_optimizer": bool(ask.value)}, "master weights and moments on the host"),
+    *(
+        Row(
+            f"{role}.optim.override_optimizer_config.{{optimizer_cpu_offload,optimizer_offload_fraction}}",
+            rules.host_optimizer(section, role),
+        )
+        for role, section in ((ACTOR, "train"), (CRITIC, "critic"))
     ),
     Row(
         f"{OPTIM}.override_optimizer_config.{{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer,decoupled_weight_decay,store_param_remainders}}",
@@ -243,7 +245,7 @@ OPTIMIZER: tuple[Row, ...] = (
         f"{OPTIM}.{{use_precision_aware_optimizer,main_grads_dtype,main_params_dtype,exp_avg_dtype,exp_avg_sq_dtype}}",
         nothing("moments, master weights and gradients are float32"),
     ),
-    Row(f"{OPTIM}.override_optimizer_config.eps", number("train.eps")),
+    Row(f"{OPTIM}.override_optimizer_config.eps {OPTIM}.eps", number("train.eps")),
     Row(f"{OPTIM}.override_optimizer_config {OPTIM}.override_optimizer_config.*", off("AdamW has no further settings here")),
 )
 
@@ -281,7 +283,10 @@ BATCHES: tuple[Row, ...] = (
     Row(_REF_MICRO[0], rules.micro_batch("ref", _USED["ref"])),
     Row(_REF_MICRO[1], rules.micro_batch("ref", _USED["ref"], over_all=True, before=_REF_MICRO[:1])),
     Row(_CRITIC_MICRO[0], rules.micro_batch("critic", _USED["critic"])),
-    Row(_CRITIC_MICRO[1], rules.micro_batch("critic", _USED["critic"], over_all=True, before=_CRITIC_MICRO[:1])),
+    Row(
+        _CRITIC_MICRO[1],
+        rules.micro_batch("critic", _USED["critic"], over_all=True, before=_CRITIC_MICRO[:1], sizes=rules.sequence_sizes(CRITIC)),
+    ),
     Row(
         f"{CRITIC}.forward_micro_batch_size_per_gpu",
         rules.micro_batch("critic", _USED["critic"], before=_CRITIC_MICRO),
@@ -289,10 +294,16 @@ BATCHES: tuple[Row, ...] = (
     ),
     Row(
         f"{CRITIC}.forward_micro_batch_size",
-        rules.micro_batch("critic", _USED["critic"], over_all=True, before=(*_CRITIC_MICRO, f"{CRITIC}.forward_micro_batch_size_per_gpu")),
+        rules.micro_batch(
+            "critic",
+            _USED["critic"],
+            over_all=True,
+            before=(*_CRITIC_MICRO, f"{CRITIC}.forward_micro_batch_size_per_gpu"),
+            sizes=rules.sequence_sizes(CRITIC),
+        ),
     ),
     Row(_REWARD_MICRO[0], rules.micro_batch("reward_model", _USED["reward_model"])),
-    Row(_REWARD_MICRO[1], rules.micro_batch("reward_model", _USED["reward_model"], over_all=True, before=_REWARD_MICRO[:1])),
+    Row(_REWARD_MICRO[1], rules.micro_batch("reward_model", _USED["reward_model"], over_all=True, before=_REWARD_MICRO[:1], sizes=())),
     Row(
         f"{REWARD_MODEL}.forward_micro_batch_size_per_gpu",
         rules.micro_batch("reward_model", _USED["reward_model"], before=_REWARD_MICRO),
@@ -349,7 +360,7 @@ TRAINING: tuple[Row, ...] = (
         switch("train.offload_params"),
         note="verl streams each layer from the host in every pass; here a role's parameters come once for each of its phases",
     ),
-    Row(f"{ACTOR}.fsdp_config.optimizer_offload {ACTOR}.megatron.optimizer_offload", switch("train.offload_optimizer")),
+    Row(f"{ACTOR}.fsdp_config.optimizer_offload {ACTOR}.megatron.optimizer_offload", rules.moved_optimizer("train", ACTOR)),
     Row(
         f"{ACTOR}.megatron.grad_offload {ACTOR}.fsdp_config.grad_offload",
         switch("train.offload_grads"),
@@ -365,7 +376,7 @@ TRAINING: tuple[Row, ...] = (
         nothing("the reference role has no optimizer and no gradients"),
     ),
     Row(f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.param_offload", switch("critic.offload_params")),
-    Row(f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.optimizer_offload", switch("critic.offload_optimizer")),
+    Row(f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.optimizer_offload", rules.moved_optimizer("critic", CRITIC)),
     Row(f"{{{CRITIC_SHARED}}}.offload_policy", switch("critic.offload_params")),
     Row(
         f"{{{CRITIC_SHARED},{CRITIC}.megatron}}.grad_offload",
@@ -483,9 +494,11 @@ KERNELS = (
 )  # fmt: skip
 
 
-def _megatron() -> Iterator[Row]:
-    """Megatron's engine: of the actor as keys of [train]; of other roles, which may have sizes of their own where we have."""
-    actor, others = f"{ACTOR}.megatron", f"{{{REF}.megatron,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}"
+MEGATRON, OTHERS = f"{ACTOR}.megatron", f"{{{REF}.megatron,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}"
+
+
+def _megatron_sizes() -> Iterator[Row]:
+    """How Megatron divides a model: of the actor as keys of [train]; of other roles, which may have sizes of their own where we have."""
     layout = {
         "tensor_model_parallel_size": to("train.tensor_parallel"),
         "expert_model_parallel_size": to("train.expert_parallel"),
@@ -495,19 +508,23 @@ def _megatron() -> Iterator[Row]:
         "expert_tensor_parallel_size": rules.one_size(None, "tensor parallelism of experts", "Use 1 or null, or --retune"),
     }
     for name, become in layout.items():
-        yield Row(f"{actor}.{name}", become)
+        yield Row(f"{MEGATRON}.{name}", become)
         if name in rules.SIZES:
             for section, role in (("ref", REF), ("critic", CRITIC), ("reward_model", REWARD_MODEL)):
-                yield Row(f"{role}.megatron.{name}", rules.size_of_role(section, f"{role}.megatron", actor))
+                yield Row(f"{role}.megatron.{name}", rules.size_of_role(section, f"{role}.megatron", MEGATRON))
             continue
-        yield Row(f"{others}.{name}", same_as(f"{actor}.{name}", what="all roles have the actor's layout", performance=True))
+        yield Row(f"{OTHERS}.{name}", same_as(f"{MEGATRON}.{name}", what="all roles have the actor's layout", performance=True))
+
+
+def _megatron() -> Iterator[Row]:
+    """Megatron's engine beside its sizes and its model."""
     yield Row(f"{ENGINES}.sequence_parallel", nothing("with tensor parallelism the layers' inputs are whole on each GPU here"))
     yield Row(
-        f"{actor}.use_distributed_optimizer",
+        f"{MEGATRON}.use_distributed_optimizer",
         to("train.shard", values={True: "optimizer", False: "optimizer"}),
         note="master weights and moments are always shared out",
     )
-    yield Row(f"{others}.use_distributed_optimizer", nothing("train.shard is for all roles"))
+    yield Row(f"{OTHERS}.use_distributed_optimizer", nothing("train.shard is for all roles"))
     yield Row(f"{ENGINES}.use_dist_checkpointing", nothing("weights are read from the Hugging Face folder of model.path"))
     yield Row(
         f"{ENGINES}.{{dist_checkpointing_path,dist_checkpointing_prefix,dist_ckpt_optim_fully_reshardable,"
@@ -527,15 +544,19 @@ def _megatron() -> Iterator[Row]:
         f"{ENGINES}.override_mcore_model_config {ENGINES}.override_mcore_model_config.*",
         off("the model's own config.json holds here. Change it there"),
     )
-    yield Row(f"{actor}.{TRANSFORMER}.recompute_granularity", to("train.recompute"))
-    yield Row(f"{actor}.{TRANSFORMER}.recompute_method", to("train.recompute_method"))
-    yield Row(f"{actor}.{TRANSFORMER}.recompute_num_layers", to("train.recompute_layers"))
+
+
+def _megatron_model() -> Iterator[Row]:
+    """What Megatron's users override of the model: recompute, fused kernels, experts."""
+    yield Row(f"{MEGATRON}.{TRANSFORMER}.recompute_granularity", to("train.recompute"))
+    yield Row(f"{MEGATRON}.{TRANSFORMER}.recompute_method", to("train.recompute_method"))
+    yield Row(f"{MEGATRON}.{TRANSFORMER}.recompute_num_layers", to("train.recompute_layers"))
     yield Row(f"{ENGINES}.{TRANSFORMER}.recompute_modules", nothing('"selective" recomputes all but matrix products and attention here'))
     yield Row(f"{{{CRITIC}}}.megatron.{TRANSFORMER}.recompute_granularity", to("critic.recompute"))
     yield Row(
         f"{{{REF}.megatron,{REWARD_MODEL}.megatron}}.{TRANSFORMER}.recompute_granularity", nothing("a role without gradients keeps nothing")
     )
-    yield Row(f"{others}.{TRANSFORMER}.{{recompute_method,recompute_num_layers}}", nothing("train.recompute_layers is for all roles"))
+    yield Row(f"{OTHERS}.{TRANSFORMER}.{{recompute_method,recompute_num_layers}}", nothing("train.recompute_layers is for all roles"))
     for role in (ACTOR, REF, CRITIC, REWARD_MODEL):
         above = f"{role}.megatron.{TRANSFORMER}"
         yield Row(f"{above}.{{{','.join(rules.FUSIONS)}}}", rules.fusion(above))
@@ -559,6 +580,25 @@ def _megatron() -> Iterator[Row]:
     yield Row(f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_method", to("train.recompute_method"))
     yield Row(f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_num_layers", to("train.recompute_layers"))
     yield Row(f"{CRITIC}.model.gradient_checkpointing_kwargs.*", nothing("train.recompute_layers is for all roles"))
+
+
+OTHER_ENGINES = "{veomni,torchtitan,automodel}"
+
+
+def _other_engines() -> Iterator[Row]:
+    """VeOmni, TorchTitan and AutoModel: what their settings have in common with those of FSDP and Megatron."""
+    actor = f"{ACTOR}.{OTHER_ENGINES}"
+    yield Row(f"{actor}.param_offload", switch("train.offload_params"))
+    yield Row(f"{actor}.optimizer_offload", rules.moved_optimizer("train", ACTOR))
+    yield Row(f"{actor}.{{tensor_parallel_size,tp_size}}", to("train.tensor_parallel"))
+    yield Row(f"{actor}.{{expert_parallel_size,ep_size}}", to("train.expert_parallel"))
+    yield Row(f"{actor}.ulysses_parallel_size", to("train.sequence_parallel"))
+    yield Row(
+        f"{actor}.{{pipeline_parallel_size,pp_size,context_parallel_size,cp_size}}",
+        rules.one_size(None, "this kind of parallelism", "Use tensor_parallel_size or ulysses_parallel_size, or --retune"),
+    )
+    yield Row(f"{actor}.*", nothing("there is one trainer here, in the place of every engine of verl's"))
+    yield Row(f"{{{REF},{CRITIC}}}.{OTHER_ENGINES}.*", nothing("all roles have the actor's trainer"))
 
 
 _TILED = off("layers are not computed in tiles. Use enable_gradient_checkpointing", performance=True)
@@ -664,6 +704,7 @@ GENERATION: tuple[Row, ...] = (
     ),
     Row(f"{ROLLOUT}.expert_parallel_size", to("rollout.expert_parallel")),
     Row(f"{ROLLOUT}.max_num_seqs", to("rollout.max_seqs")),
+    Row(f"{ROLLOUT}.max_batch_size", to("rollout.max_seqs"), note="TensorRT-LLM's name; verl's key is max_num_seqs"),
     Row(f"{ROLLOUT}.max_num_batched_tokens", to("rollout.max_batched_tokens")),
     Row(f"{ROLLOUT}.enable_chunked_prefill", switch("rollout.chunked_prefill")),
     Row(f"{ROLLOUT}.enable_prefix_caching", switch("rollout.prefix_sharing")),
@@ -781,10 +822,11 @@ TRAINER: tuple[Row, ...] = (
     Row(GPUS, to("cluster.workers")),
     Row(NODES, rules.nodes),
     Row("trainer.device", rules.device),
-    Row("trainer.project_name", rules.for_loggers("log.project"), default="verl_examples"),
-    Row("trainer.experiment_name", rules.for_loggers("log.name"), default="gsm8k"),
     Row("trainer.default_local_dir", rules.folder, default=None),
+    Row("trainer.project_name", rules.named_folder("log.project"), default="verl_examples"),
+    Row("trainer.experiment_name", rules.named_folder("log.name"), default="gsm8k"),
     Row("trainer.logger", rules.loggers),
+    Row("trainer.wandb_proxy", nothing("wandb reads HTTPS_PROXY from the environment")),
     Row("trainer.log_val_generations", rules.for_loggers("log.val_samples")),
     Row("trainer.save_freq", rules.every("run.save_every"), default=-1),
     Row("trainer.test_freq", rules.every("run.eval_every"), default=-1),
@@ -836,4 +878,26 @@ LAUNCHER: tuple[Row, ...] = (
 )
 
 
-PPO = Table("verl", (*DATA, *ALGORITHM, *OPTIMIZER, *BATCHES, *TRAINING, *_megatron(), *MODELS, *GENERATION, *REWARDS, *TRAINER, *LAUNCHER))
+# What verl's own files refer to and do not have: reward_model.forward_max_token_len_per_gpu of 0.5 to 0.7. Older files name the critic's.
+DANGLING = {"reward_model.ppo_max_token_len_per_gpu": "${oc.select:critic.forward_max_token_len_per_gpu,null}"}
+
+
+PPO = Table(
+    "verl",
+    (
+        *DATA,
+        *ALGORITHM,
+        *OPTIMIZER,
+        *BATCHES,
+        *TRAINING,
+        *_megatron_sizes(),
+        *_megatron(),
+        *_megatron_model(),
+        *_other_engines(),
+        *MODELS,
+        *GENERATION,
+        *REWARDS,
+        *TRAINER,
+        *LAUNCHER,
+    ),
+)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     UNDECIDED,
     Ask,
     Conversion,
-    Outcome,
     WrongValue,
     a_number,
     pending,
@@ -54,6 +55,13 @@ def dynamic_sampling(ask: Ask) -> bool:
     return truth(ask.read(FILTER) or False)
 
 
+def prompts_of_round(ask: Ask) -> Outcome:
+    if ask.value is not None and not dynamic_sampling(ask):
+        told = f"without {FILTER} a step has data.train_batch_size prompts here; verl before 0.9 takes this number for a step then"
+        return Outcome("means nothing", told)
+    return to("algorithm.prompts_per_round")(ask)
+
+
 def minibatches(ask: Ask) -> Outcome:
     """Optimizer steps of a step: verl counts the prompts of each."""
     batch, mini = whole(ask.read("data.train_batch_size")), whole(ask.value)
@@ -64,7 +72,8 @@ def minibatches(ask: Ask) -> Outcome:
             "refused", f"a mini-batch of {mini} prompts is more than a step has ({batch}); verl refuses it too. Use at most {batch}"
         )
     count = math.ceil(batch / min(mini, batch))
-    return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}")
+    uneven = f", as even as can be; in verl the last has {batch % mini}, or it refuses the sizes" if batch % min(mini, batch) else ""
+    return sets({"algorithm.minibatches_per_step": count}, f"{batch} prompts / {mini} prompts = {many(count, 'mini-batch')}{uneven}")
 
 
 def steps_of_run(ask: Ask) -> int | None:
@@ -72,7 +81,7 @@ def steps_of_run(ask: Ask) -> int | None:
     if ask.read(STEPS) is not None:
         return whole(ask.read(STEPS))
     rows = ask.theirs.seen.rows(files(ask.read("data.train_files")))
-    batch = whole(ask.read("data.gen_batch_size") or ask.read("data.train_batch_size"))
+    batch = whole((ask.read("data.gen_batch_size") if dynamic_sampling(ask) else None) or ask.read("data.train_batch_size"))
     return None if rows is None else rows // max(1, batch) * whole(ask.read(EPOCHS))
 
 
@@ -122,8 +131,16 @@ def is_dynamic(ask: Ask, key: str) -> bool:
     return truth(ask.read(key, f"{ACTOR}.use_dynamic_bsz") or False)
 
 
-def micro_batch(section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = ()) -> Conversion:
-    """Samples per micro-batch. `over_all`: of all GPUs together; `before`: keys that decide, where they are given."""
+def sequence_sizes(role: str) -> tuple[str, ...]:
+    """The keys of a role's size of sequence parallelism."""
+    return tuple(f"{role}.{above}ulysses_sequence_parallel_size" for above in ("", "fsdp_config.", "model.fsdp_config.", "fsdp."))
+
+
+def micro_batch(
+    section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = (), sizes: tuple[str, ...] = sequence_sizes(ACTOR)
+) -> Conversion:
+    """Samples per micro-batch. `over_all`: of all GPUs together, of which those of a sequence count once (`sizes`: the keys that say how
+    many these are); `before`: keys that decide, where they are given."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -138,13 +155,14 @@ def micro_batch(section: str, dynamic: str, *, over_all: bool = False, before: t
             return Outcome("means nothing", why)
         why, each = "", count
         if over_all:
-            parallel = max(
-                1, whole(ask.read(f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size") or 1)
-            )
+            parallel = max(1, whole(ask.read(*sizes) or 1))
             ranks = max(1, workers(ask) // parallel)
             each = max(1, count // ranks)
             divided = f"{workers(ask)} GPUs" + (f" / {parallel} of a sequence" if parallel > 1 else "")
-            why = f"counted over all GPUs, which verl deprecates: {count} / {divided} = {each} per GPU. Write {ask.key}_per_gpu={each}"
+            least = ", and at least 1" if count < ranks else ""
+            why = (
+                f"counted over all GPUs, which verl deprecates: {count} / {divided} = {each} per GPU{least}. Write {ask.key}_per_gpu={each}"
+            )
         return sets({f"{section}.dynamic_batch": False, f"{section}.micro_batch": each}, why)
 
     return become
@@ -300,8 +318,41 @@ def one_size(ours: str | None, what: str, use: str) -> Conversion:
         if ask.value is None:
             return NULL
         if whole(ask.value) == 1:
-            return Outcome("means nothing", f"1: no {what}, as here")
+            return Outcome("means nothing", f"1: {what} is off, as here")
         return Outcome("refused", f"{what} is not built in this version. {use}", performance=True)
+
+    return become
+
+
+def host_optimizer(section: str, role: str) -> Conversion:
+    """Megatron's optimizer on the host, which its own keys ask for beside verl's."""
+    above = f"{role}.optim.override_optimizer_config"
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        on, share = truth_or_false(ask.read(f"{above}.optimizer_cpu_offload")), ask.read(f"{above}.optimizer_offload_fraction")
+        if not on:
+            return Outcome("means nothing", "optimizer_cpu_offload is off: Megatron does not read the fraction either")
+        if share is not None and a_number(share) == 0:
+            return Outcome("means nothing", "a fraction of 0: nothing is on the host")
+        part = f"; Megatron leaves {1 - a_number(share):g} of them on the GPU" if share is not None and a_number(share) < 1 else ""
+        return sets({f"{section}.offload_optimizer": True}, f"master weights and moments on the host{part}")
+
+    return become
+
+
+def moved_optimizer(section: str, role: str) -> Conversion:
+    """verl's own switch: the optimizer leaves the GPU between updates."""
+    host = host_optimizer(section, role)
+
+    def become(ask: Ask) -> Outcome:
+        if ask.value is None:
+            return NULL
+        asked = host(ask)
+        if not truth(ask.value) and asked.sets:
+            return Outcome("means nothing", "optimizer_cpu_offload is on: the optimizer is on the host in any case")
+        return sets({f"{section}.offload_optimizer": truth(ask.value)})
 
     return become
 
@@ -368,6 +419,15 @@ def estimator(ask: Ask) -> Outcome:
         "refused",
         f"verl's estimator {written(ask.value)} is not built. Known are {', '.join([*VERL_NAMES, 'grpo', 'rloo', 'remax', *ADVANTAGES])}",
     )
+
+
+def samples(ask: Ask) -> Outcome:
+    """Samples of a prompt. One is verl's default, and no group of it has a baseline."""
+    name = str(ask.read("algorithm.adv_estimator"))
+    if ask.value is not None and whole(ask.value) == 1 and PRESETS.get(VERL_NAMES.get(name, name), PRESETS["grpo"]).smallest_group > 1:
+        told = f"a group of one has no baseline: with {name} verl then takes the reward itself as the advantage, and here it would be 0"
+        return Outcome("refused", f"{told}. Use at least 2 samples per prompt")
+    return to("algorithm.samples_per_prompt")(ask)
 
 
 def loss_mode(ask: Ask) -> Outcome:
@@ -542,6 +602,23 @@ def older_cap(ask: Ask) -> Outcome:
     if ask.value is None or a_number(ask.value) <= 0:
         return Outcome("means nothing", "off, as here")
     return importance(ask)
+
+
+def importance_of_060(ask: Ask) -> Outcome:
+    """verl 0.6.0's keys of importance sampling, which later ones moved and renamed."""
+    above = "algorithm.rollout_is"
+    top, level = ask.read(f"{above}_threshold"), ask.read(f"{above}_level") or "token"
+    if not truth_or_false(ask.read(above)) or top is None:
+        return Outcome("means nothing", f"{above} or its threshold is not set: verl 0.6.0 then gives no weights")
+    if ask.key.endswith("veto_threshold") and ask.value is not None:
+        return Outcome("refused", "no sample is left out for one token. Use null, or algorithm.rollout_correction.rollout_rs=seq_max_k2")
+    if level not in LEVELS:
+        return Outcome("refused", f"weights of the level {written(level)} are not built. Use token or sequence")
+    lower = ask.read(f"{above}_threshold_lower")
+    masks = ask.read(f"{above}_mode") == "mask"
+    cap = [1 / a_number(top) if lower is None else a_number(lower), a_number(top)] if masks else a_number(top)
+    told = "verl 0.6.0" + ("" if ask.has(f"{above}_veto_threshold") else "; it also leaves out samples with a token's ratio below 1e-4")
+    return sets({"algorithm.importance_cap": cap, **({"algorithm.importance_level": level} if level != "token" else {})}, told)
 
 
 def bounds(value: Any) -> Any:
@@ -771,6 +848,19 @@ def for_loggers(ours: str) -> Conversion:
     return become
 
 
+def named_folder(ours: str) -> Conversion:
+    """A name that loggers show, and that the run's folder has unless it is given."""
+    shown = for_loggers(ours)
+
+    def become(ask: Ask) -> Outcome:
+        outcome = shown(ask)
+        if ask.value is None or ask.read("trainer.default_local_dir") is not None:
+            return outcome
+        return sets({**folder(replace(ask, value=None)).sets, **outcome.sets}, "the folder that verl writes to")
+
+    return become
+
+
 def loggers(ask: Ask) -> Outcome:
     given = names_of(ask.value)
     known = [each for each in given if each in LOGGERS]
@@ -802,8 +892,8 @@ def resume(ask: Ask) -> Outcome:
 
 
 def kept(ask: Ask) -> Outcome:
-    count = KEEP_ALL if ask.value is None else whole(ask.value)
-    return sets({"run.keep": count}, "verl keeps all checkpoints" if ask.value is None else "")
+    count = 0 if ask.value is None else whole(ask.value)
+    return sets({"run.keep": count}) if count > 0 else sets({"run.keep": KEEP_ALL}, "verl keeps all checkpoints")
 
 
 def every(ours: str) -> Conversion:
@@ -895,10 +985,14 @@ def reward_workers(ask: Ask) -> Outcome:
     """A pool of GPUs for the reward model alone."""
     if not truth_or_false(ask.read("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")):
         return Outcome("means nothing", "the reward model shares the GPUs of the others: enable_resource_pool is False")
+    if not by_model(ask):
+        return Outcome("means nothing", "no reward model is on that could have them")
     names = [f"{prefix}.{{}}" for prefix in ("reward_model", "reward.reward_model")]
     gpus, machines = (ask.read(*(name.format(each) for name in names)) for each in ("n_gpus_per_node", "nnodes"))
     count = whole(gpus or 0) * max(1, whole(machines or 1))
-    return sets({"cluster.roles": {"reward_model": count}}, "workers of the run that have only the reward model")
+    told = "workers of the run that have only the reward model"
+    theirs = "verl takes them beside the trainer's GPUs, and trainer.n_gpus_per_node counts both here"
+    return sets({"cluster.roles": {"reward_model": count}}, f"{told}; {theirs}")
 
 
 def template_argument(ask: Ask) -> Outcome:

@@ -6,10 +6,10 @@ As in `verl`; the two trainers have other names for the same things, and stand i
 from __future__ import annotations
 
 from fulltilt.compat import verl_rules as rules
+from fulltilt.compat.outcome import Outcome
 from fulltilt.compat.translate import (
     Ask,
     Conversion,
-    Outcome,
     Row,
     Table,
     nothing,
@@ -99,6 +99,10 @@ SFT = Table(
             nothing("columns of tools and of thinking are not read"),
         ),
         Row("data.max_length", to("data.max_tokens"), default=1024),
+        Row(
+            "data.{max_prompt_length,max_response_length}",
+            nothing("verl's SFT reads data.max_length alone, for prompt and response together"),
+        ),
         Row("data.truncation", longer),
         Row("data.micro_batch_size_per_gpu", micro),
         Row("data.micro_batch_size", micro_over_all),
@@ -138,7 +142,7 @@ SFT = Table(
         Row("engine.expert_model_parallel_size", to("train.expert_parallel")),
         Row(
             "engine.{pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,context_parallel_size,expert_tensor_parallel_size}",
-            rules.one_size(None, "this parallelism", "Use tensor_model_parallel_size, or --retune"),
+            rules.one_size(None, "this kind of parallelism", "Use tensor_model_parallel_size, or --retune"),
         ),
         Row("ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size", to("train.sequence_parallel")),
         Row("engine model.fsdp_config", nothing("there is one trainer here")),

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fulltilt.folders import read_file, without_waiting
+from fulltilt.observe.rejection import CriteriaSums
+from fulltilt.observe.spread import Spread
 from fulltilt.records import AnyGroup, Group, Row, Sample, Score, UserError
 from fulltilt.words import listed
 
@@ -264,49 +266,6 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Some numbers, as far as metrics need them. Those of several workers are joined by `+`."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0  # sum of the squared distances to the mean
-    most: float = -math.inf
-    least: float = math.inf
-
-    @classmethod
-    def of(cls, values: Sequence[float] | np.ndarray) -> Spread:
-        array = np.asarray(values, dtype=np.float64)
-        if not len(array):
-            return cls()
-        squares = np.square(array - array.mean()).sum()
-        return cls(len(array), float(array.sum()), float(squares), float(array.max()), float(array.min()))
-
-    def __add__(self, other: Spread) -> Spread:
-        if not self.count or not other.count:
-            return self if self.count else other
-        between = (self.mean - other.mean) ** 2 * (self.count * other.count / (self.count + other.count))
-        return Spread(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares + between,
-            max(self.most, other.most),
-            min(self.least, other.least),
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-    @property
-    def variance(self) -> float:
-        return self.squares / self.count
-
-    def metrics(self, name: str) -> dict[str, Number]:
-        # Nothing has no mean: the name is left out instead of being written with a meaningless number.
-        return {f"{name}/mean": self.mean, f"{name}/max": self.most, f"{name}/min": self.least} if self.count else {}
-
-
-@dataclass(frozen=True)
 class RowSums:
     """What metrics need of the rows that an update learns from; `+` joins those of several workers. Rewards are per row, with the
     algorithm's shaping and KL penalty; the rest is per trained token."""
@@ -320,6 +279,7 @@ class RowSums:
     rejected: Spread = field(default_factory=Spread)  # number of tokens of each row that were rejected
     considered: Spread = field(default_factory=Spread)  # number of tokens of each row that could have been rejected
     touched: Spread = field(default_factory=Spread)  # 1 for each row that has lost a token
+    criteria: CriteriaSums = field(default_factory=CriteriaSums)  # of each criterion of rejection
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> RowSums:
@@ -330,7 +290,10 @@ class RowSums:
         asked = [(row.rejected, row.trained) for row in rows if row.rejected is not None]
         rejected, touched = [lost for lost, _ in asked], [lost > 0 for lost, _ in asked]
         considered = [lost + kept for lost, kept in asked]
-        return cls(*map(Spread.of, (totals, advantages, drawn, values, returns, residuals, rejected, considered, touched)))
+        of_rewards = (Spread.of(totals), Spread.of(advantages), Spread.of(drawn))
+        of_critic = (Spread.of(values), Spread.of(returns), Spread.of(residuals))
+        of_rejection = (Spread.of(rejected), Spread.of(considered), Spread.of(touched))
+        return cls(*of_rewards, *of_critic, *of_rejection, CriteriaSums.of_rows(rows))
 
     def __add__(self, other: RowSums) -> RowSums:
         return RowSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -342,6 +305,7 @@ class RowSums:
         if self.considered.count and self.considered.mean:
             found["rollout_corr/rollout_rs_masked_fraction"] = self.rejected.mean / self.considered.mean
             found["rollout_corr/rollout_rs_seq_masked_fraction"] = self.touched.mean
+            found |= self.criteria.metrics()
         if not self.values.count:
             return found
         found |= {**self.values.metrics("critic/values"), **self.returns.metrics("critic/returns")}

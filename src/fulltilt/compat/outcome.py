@@ -1,0 +1,21 @@
+"""The answer to one key of another system: honoured, means nothing, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["honoured", "means nothing", "refused"]
+KINDS: tuple[Kind, ...] = ("honoured", "means nothing", "refused")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion finds for one key and value."""
+
+    kind: Kind
+    why: str = ""  # arithmetic and notes for a key that is honoured; else why not, and what to use instead
+    sets: Mapping[str, Any] = field(default_factory=dict)  # our keys
+    performance: bool = False  # it is a performance setting, though it sets none of our keys
+    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
