@@ -32,7 +32,7 @@ SHARED: dict[str, Any] = {
     },
     "models": {
         "policy_trainer": {
-            "free_gpu_memory": {"offload_weights": False, "offload_optimizer_states": True, "free_grad_buffers": True},
+            "free_gpu_memory": {"offload_weights": True, "offload_optimizer_states": True, "free_grad_buffers": True},
             "optimizer": {"lr": "2e-6", "clip_grad": 1}, "trainable": True, "generation_batch_size": 8, "gpu_per_process": 1, "num_gpu": 4,
             "train_micro_batch_size": "${runtime_args.train_micro_batch_size}", "pos_clip_ratio": 0.28, "neg_clip_ratio": 0.2,
         },
@@ -130,6 +130,18 @@ def test_overrides_come_last_and_units_are_told(tmp_path: Path) -> None:
         translated(tmp_path / "gone.yaml")
 
 
+def test_what_an_override_leaves_without_effect_is_left_out(tmp_path: Path) -> None:
+    offloads = [f"{TRAINER}.free_gpu_memory.offload_optimizer_states", f"{REF}.free_gpu_memory.offload_weights"]
+    found = translated(template(tmp_path, "fsdp"), f"{TRAINER}.kl_coef=0.1")
+    assert {each.kind for each in found.answers if each.key in offloads} == {"honoured"}
+    on_cpu = command.overridden(found, ["run.device=cpu"])
+    assert {each.kind for each in on_cpu.answers if each.key in offloads} == {"means nothing"}
+    assert all("on the CPU" in each.why for each in on_cpu.answers if each.key in offloads)
+    assert not [key for key in values(on_cpu) if "offload" in key]
+    by_hand = command.overridden(found, ["run.device=cpu", "train.offload_optimizer=true"])  # refused when the run starts
+    assert values(by_hand)["train.offload_optimizer"] is True
+
+
 SCRIPT = """#!/bin/bash
 set -x
 export CHATLEARN=$(pwd)
@@ -192,9 +204,7 @@ def test_a_configuration_runs_two_steps_on_two_workers(tmp_path: Path, monkeypat
     runs.write_rows(tmp_path / "val.jsonl", rows[:2])
     path = template(tmp_path, "fsdp", num_episode=2, sample_per_episode=8, train_global_batch_size=8, train_micro_batch_size=2)
     small = [f"{TRAINER}.num_gpu=2", f"{POLICY}.num_inference_per_prompt=4", f"{POLICY}.seq_length=24", f"{TRAINER}.kl_coef=0.01"]
-    offload = [f"{TRAINER}.free_gpu_memory.{each}=False" for each in ("offload_optimizer_states", "free_grad_buffers")]
-    offload.append(f"{REF}.free_gpu_memory.offload_weights=False")  # there is no device to offload from
     ours = ["--set", "run.device=cpu", "--set", "reward.function=gsm8k", "--set", "eval.max_new_tokens=8"]
-    ended = runs.command(tmp_path, "chatlearn", path.name, "--quiet", *ours, *small, *offload, seconds=800)
+    ended = runs.command(tmp_path, "chatlearn", path.name, "--quiet", *ours, *small, seconds=800)
     assert ended.code == 0, ended.error
     assert len(runs.metrics(tmp_path)) == 2

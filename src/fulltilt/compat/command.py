@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fulltilt.compat import hydra, shell
 from fulltilt.compat.chatlearn import CHATLEARN
 from fulltilt.compat.outcome import KINDS
@@ -21,6 +23,7 @@ from fulltilt.compat.translate import REMOVED, Answer, Table, Translation, Value
 from fulltilt.compat.verl import DANGLING, PPO
 from fulltilt.compat.verl_rules import ACTOR, MANAGERS
 from fulltilt.compat.verl_sft import NEWER, SFT
+from fulltilt.compat.without_effect import without_effect
 from fulltilt.config import nearest
 from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, sections, toml_value
@@ -226,7 +229,25 @@ def overridden(translation: Translation, overrides: Sequence[str]) -> Translatio
             raise UserError(f"--set {override}: not KEY=VALUE with a key of a run file" + (f"; the nearest is {near}" if near else ""))
         values[key] = Value(hydra.parsed(text), ("--set",), "", given=True)
     pending = {key: why for key, why in translation.pending.items() if key not in values}
-    return replace(translation, values={key: values[key] for key in keys() if key in values}, pending=pending)
+    found = replace(translation, values={key: values[key] for key in keys() if key in values}, pending=pending)
+    return _without_useless(found) if overrides else found
+
+
+def _without_useless(translation: Translation) -> Translation:
+    """The translation without what could do nothing beside the overrides, such as offloading where they name a CPU."""
+    try:
+        useless = {key: outcome for key, outcome in without_effect(config_of(translation)) if outcome.kind == "means nothing"}
+    except ValidationError:  # an override has a value that its key does not take, which is told where the run starts
+        return translation
+    useless = {key: outcome for key, outcome in useless.items() if key in translation.values and translation.values[key].given}
+    answers = []
+    for answer in translation.answers:
+        dropped = [key for key in answer.sets if key in useless and "--set" not in translation.values[key].sources]
+        left = {key: value for key, value in answer.sets.items() if key not in dropped}
+        why = ". ".join([*filter(None, [answer.why if left else ""]), *(useless[key].why for key in dropped)])
+        answers.append(replace(answer, sets=left, why=why, kind=answer.kind if left else "means nothing") if dropped else answer)
+    kept = {key: value for key, value in translation.values.items() if key not in useless or "--set" in value.sources}
+    return replace(translation, answers=tuple(answers), values=kept)
 
 
 def config_of(translation: Translation) -> Config:
