@@ -1,10 +1,11 @@
 """Several workers on one GPU, and one worker in a process of its own, beside the run in one process.
 
-    python tests/gpu_workers.py OUT.json
+    python tests/gpu_workers.py OUT.json                      # about 4 minutes on an H200
+    python tests/gpu_workers.py OUT.json large                # one of the parts
 
-Enters: a GPU. Leaves: for each run its metrics, and how its samples and its parameters differ from those of one process: with a small model
-and deterministic kernels, one worker apart (NCCL, a group of one), two and four sharing the card (gloo); with 0.5B, one worker apart twice,
-in turn with one process. Every response has the same number of tokens, since random weights almost never draw an end token.
+Enters: a GPU. Leaves: for each run its metrics, and how its samples and its parameters differ from those of one process: `small`, a small
+model with deterministic kernels, one worker apart (NCCL, a group of one), two and four sharing the card (gloo); `large`, 0.5B, one worker
+apart twice, in turn with one process. What was measured is written after every run. Every response has the same number of tokens, since random weights almost never draw an end token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ SHOWN = (
 # The runs of the small model are on the card at the same time: what follows from free memory is fixed.
 SIZES = (f"rollout.kv_bytes={2**30}", "actor.token_budget=8192", "actor.forward_token_budget=8192")
 SMALL = ("run.deterministic=true", "run.steps=3", "train.lr=1e-5", "run.save_rollouts=64", *SIZES)
+Results = Callable[[str, dict[str, Any]], None]  # keeps what a run has measured, by its name
 APART, TWO, FOUR = "cluster.processes=true", "cluster.workers=2", "cluster.workers=4"
 
 
@@ -69,24 +72,40 @@ def compare(folder: Path, one: str, other: str) -> dict[str, Any]:
     }
 
 
+def small(scratch: Path, found: Results) -> None:
+    folder = make(scratch / "small", "small", prompts=16, samples=4)
+    runs = {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}
+    with ThreadPoolExecutor() as at_once:  # most of their time is spent in starting
+        for name, result in zip(runs, at_once.map(lambda name: train(folder, name, *SMALL, *runs[name]), runs), strict=True):
+            found(f"small/{name}", result)
+    for name in runs:
+        found(f"small/{name}", compare(folder, "one", name))
+
+
+def large(scratch: Path, found: Results) -> None:
+    folder = make(scratch / "0.5B", "0.5B")
+    for turn in ("first", "second"):
+        for name, settings in {"one": (), "apart": (APART,)}.items():
+            found(f"0.5B/{name}, {turn}", train(folder, f"{name}-{turn}", "run.steps=5", *settings))
+    found("0.5B/apart, first", compare(folder, "one-first", "apart-first"))
+
+
+PARTS: dict[str, Callable[[Path, Results], None]] = {"small": small, "large": large}
+
+
 def main() -> None:
-    out, found = Path(sys.argv[1]), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as scratch:
-        small = make(Path(scratch) / "small", "small", prompts=16, samples=4)
-        runs = {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}
-        with ThreadPoolExecutor() as at_once:  # most of their time is spent in starting
-            for name, result in zip(runs, at_once.map(lambda name: train(small, name, *SMALL, *runs[name]), runs), strict=True):
-                found[f"small/{name}"] = result
-        for name in runs:
-            found[f"small/{name}"] |= compare(small, "one", name)
-        large = make(Path(scratch) / "0.5B", "0.5B")
-        for turn in ("first", "second"):
-            for name, settings in {"one": (), "apart": (APART,)}.items():
-                found[f"0.5B/{name}, {turn}"] = train(large, f"{name}-{turn}", "run.steps=5", *settings)
-        found["0.5B/apart, first"] |= compare(large, "one-first", "apart-first")
+    out, runs = Path(sys.argv[1]), dict[str, Any]()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    about = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": commit(), "command": "python tests/gpu_workers.py"}
-    out.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+    command = " ".join(["python tests/gpu_workers.py", *sys.argv[1:]])
+    about = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": commit(), "command": command}
+
+    def found(name: str, result: dict[str, Any]) -> None:
+        runs[name] = runs.get(name, {}) | result
+        out.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in sys.argv[2:] or PARTS:
+            PARTS[part](Path(scratch), found)
 
 
 if __name__ == "__main__":
