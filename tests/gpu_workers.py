@@ -5,7 +5,8 @@
 
 Enters: a GPU. Leaves: for each run its metrics, and how its samples and its parameters differ from those of one process: `small`, a small
 model with deterministic kernels, one worker apart (NCCL, a group of one), two and four sharing the card (gloo); `large`, 0.5B, one worker
-apart twice, in turn with one process. What was measured is written after every run. Every response has the same number of tokens, since random weights almost never draw an end token.
+apart twice, in turn with one process. What was measured is written after every run. Every response has the same number of tokens, since
+random weights almost never draw an end token.
 """
 
 from __future__ import annotations
