@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fulltilt.cluster.budgets import smaller_budget
 from fulltilt.cluster.faults import VARIABLE
 from fulltilt.memory.account import Account
 from fulltilt.memory.trial import MemoryTrial
+from fulltilt.parallel import sequence
 from fulltilt.parallel.progress import JointPasses, PassProgress
 from fulltilt.records import MicroBatch, TokenTerms, UserError
 from fulltilt.schema import TrainConfig
@@ -372,6 +374,24 @@ def test_a_pass_that_was_given_up_makes_each_collective_once(made: int) -> None:
     make_pass(end=made)
     assert len(list(joint.complete(make_pass))) == 2 and sent == 3 * COLLECTIVES
     assert joint.may_be_given_up and progress.begun == 3
+
+
+@pytest.mark.parametrize("made", range(5))
+def test_a_filler_in_which_memory_ran_out_exchanges_only_what_is_left(made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has fewer micro-batches than others makes fillers, of which no micro-batch says how many tokens the others expect."""
+    ranks, exchanged = SimpleNamespace(progress=PassProgress()), list[int]()
+    monkeypatch.setattr(sequence, "exchange", lambda parts, _: exchanged.append(parts.shape[1]) or parts)
+    joint = JointPasses(ranks.progress, (), agreed=2, micro_batches=["only"], together=True)
+
+    def make_pass(tokens: int, end: int = 4) -> None:
+        ranks.progress.begin()
+        for _ in range(end):
+            sequence.exchange_tokens(torch.ones(2, tokens, 1), ranks)  # type: ignore[arg-type]
+
+    make_pass(7)
+    make_pass(1, made)
+    assert list(joint.complete(lambda _: make_pass(1))) == [None]
+    assert exchanged == [7] * 4 + [1] * 4
 
 
 def test_a_collective_that_failed_is_in_doubt() -> None:

@@ -88,9 +88,9 @@ def exchange_tokens(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """`exchange` of [size, tokens, ...]. In a pass over a filler: zeros, as many as the others expect."""
     with ranks.progress.collective("tokens") as takes_part:
         tokens = ranks.progress.tokens
-        if tokens is None:
+        if takes_part and tokens is None:
             return exchange(parts, ranks)
-        if takes_part:
+        if takes_part and tokens is not None:
             exchange(parts.new_zeros(len(parts), tokens, *parts.shape[2:]), ranks)
         return torch.zeros_like(parts)
 

@@ -90,9 +90,9 @@ class TokenExchange:
         """All members' tokens, from their own. In a pass over a filler: zeros, as many as the others expect."""
         with self.ranks.progress.collective("gather tokens") as takes_part:
             expected = self.ranks.progress.tokens
-            if expected is None:
+            if takes_part and expected is None:
                 return self._all_gather(own, tokens)
-            if takes_part:
+            if takes_part and expected is not None:
                 self._all_gather(own.new_zeros(-(-expected // self.ranks.size), own.shape[-1]), expected)
             return own.new_zeros(*own.shape[:-2], tokens, own.shape[-1])
 
@@ -108,9 +108,9 @@ class TokenExchange:
         """This member's tokens of the sum over members. In a pass over a filler: zeros, as many as the others expect."""
         with self.ranks.progress.collective("sum tokens") as takes_part:
             expected = self.ranks.progress.tokens
-            if expected is None:
+            if takes_part and expected is None:
                 return self._reduce_scatter(parts)
-            if takes_part:
+            if takes_part and expected is not None:
                 self._reduce_scatter(parts.new_zeros(expected, parts.shape[-1]))
             return torch.zeros_like(self.own(parts))
 

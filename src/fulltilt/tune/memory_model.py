@@ -97,17 +97,19 @@ def memory_of(run: RunDescription) -> MemoryModel:
         resident |= named(own, staying_bytes(own.run))
     stays, held = staying_bytes(run), working_bytes(run)
     share, weights = (engine_bytes(run), engine_weights(run)) if run.rollout else (0, 0)
+    idle_engine = share - c.ENGINE_WORKSPACE if run.system.packs else share  # between passes over prompts
     own_copy, keeps = weights if run.engine.own_copy else 0, 0 if run.system.packs else c.ASLEEP
     asleep = {"engine": 0}
     if run.rollout:
         base |= {"graphs": c.GRAPHS if run.system.packs and run.engine.graphs else 0}
-        asleep = {"engine": keeps + (own_copy if run.engine.keeps_copy else 0) if run.engine.sleeps else share}
+        asleep = {"engine": keeps + (own_copy if run.engine.keeps_copy else 0) if run.engine.sleeps else idle_engine}
     idle = base | stays | asleep | resident
     found: dict[Phase, dict[str, int]] = {}
     if run.rollout:
-        awake = share - c.ENGINE_WORKSPACE + prefill_bytes(run) if run.system.packs else share
+        awake = idle_engine + prefill_bytes(run) if run.system.packs else share
         found["rollout"] = base | stays | resident | {"engine": awake}
-        found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": own_copy + keeps}
+        entered = asleep["engine"] if run.system.packs and not run.engine.sleeps else own_copy + keeps
+        found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": entered}
     if run.old_logprobs or run.reference or run.shared_reference:
         at_work = {"parameters": held["parameters"], "reference": resident["reference"] or reference_bytes(run)}
         found["logprob"] = idle | at_work | forward_bytes(run)
@@ -305,7 +307,7 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
         kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
     working = margin * tokens * (gradient_of_layer(run, again) if run.system.packs else largest_layer(run) * (1 + again))
-    head = head_of(run, tokens, learns=True)
+    head = head_of(run, read_tokens(run, learns=True), learns=True)
     first, last = in_flight(run) * kept + working, kept + max(head, working)
     if last < first or head < working:
         return {"activations": int(max(first, last)), "head": 0}
@@ -314,7 +316,7 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
 
 def forward_bytes(run: RunDescription) -> dict[str, int]:
     tokens = forward_tokens(run)
-    layer, head = int(tokens * largest_layer(run)), head_of(run, tokens, learns=False)
+    layer, head = int(tokens * largest_layer(run)), head_of(run, read_tokens(run, learns=False), learns=False)
     return {"activations": layer, "head": 0} if head < layer else {"activations": 0, "head": head}
 
 
@@ -339,19 +341,27 @@ def largest_layer(run: RunDescription) -> float:
     return max(run.shape.layer_bytes(layer, BF16, fused=run.fused_layers) for layer in set(run.shape.layers)) / run.layout.tensor
 
 
-def head_of(run: RunDescription, tokens: float, *, learns: bool) -> int:
+def read_tokens(run: RunDescription, *, learns: bool) -> float:
+    """Tokens on each GPU that the head reads of a micro-batch: all of the largest one, or the most that are trained on."""
+    batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
+    if not run.system.packs:
+        return update_tokens(run) if learns else forward_tokens(run)
+    budget, samples = (batch.token_budget, batch.micro_batch) if learns else (batch.forward_token_budget, batch.forward_micro_batch)
+    if budget is not None:
+        return packing(run, budget, batch.updates if learns else 1).read
+    return min(samples * lengths.most_response, lengths.longest_of(batch.rows) + (samples - 1) * lengths.response) / together
+
+
+def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
+    """Bytes of the head over so many tokens."""
     if not run.vocabulary_head:
         return 0
     vocabulary = run.shape.vocabulary // run.layout.tensor
-    if run.fused_head:
+    if run.fused_head or run.system.packs:
         entropy: Entropy = "gradient" if learns and run.entropy else "value"
-        options = HeadOptions(recompute=not (learns and run.kept_logits))
-        return head_bytes(int(tokens * read_share(run)), vocabulary, run.shape.width, options, entropy=entropy).peak
-    if run.system.packs:
-        entropy = "gradient" if learns and run.entropy else "value"
-        return head_bytes(int(tokens * read_share(run)), vocabulary, run.shape.width, HeadOptions(fused=False), entropy=entropy).peak
-    each = c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)
-    return int(tokens * vocabulary * each)
+        options = HeadOptions(run.fused_head, recompute=not (learns and run.kept_logits))
+        return head_bytes(int(rows), vocabulary, run.shape.width, options, entropy=entropy).peak
+    return int(rows * vocabulary * (c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)))
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------------------------------

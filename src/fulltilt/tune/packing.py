@@ -14,7 +14,7 @@ from fulltilt.batching.schedule import fill
 from fulltilt.tune.description import RunDescription
 from fulltilt.tune.lengths import Lengths
 
-MOST_ROWS = 1024  # with more of them, what one row takes does not count
+MOST_ROWS = 1024  # that are packed
 GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this size around a circle spread evenly, however many there are
 
 
@@ -24,6 +24,7 @@ class Packing:
 
     count: int
     largest: float  # tokens of the largest, on each GPU
+    read: float = 0.0  # response tokens of the one that has most, on each GPU
 
 
 def packing(run: RunDescription, budget: int, minibatches: int) -> Packing:
@@ -33,18 +34,20 @@ def packing(run: RunDescription, budget: int, minibatches: int) -> Packing:
     rows = run.batch.rows / minibatches / run.data
     found = packed(run.lengths, max(1, math.ceil(rows)), budget * together)
     heavier = run.lengths.imbalance(run.data, int(rows))  # the group with most tokens
-    return Packing(math.ceil(found.count * heavier), found.largest / together)
+    return Packing(math.ceil(found.count * heavier), found.largest / together, found.read / together)
 
 
 @cache
 def packed(lengths: Lengths, rows: int, budget: int) -> Packing:
-    if rows > MOST_ROWS:
-        tokens = rows * lengths.mean
-        count = max(1, math.ceil(tokens / budget))
-        return Packing(count, max(tokens / count, lengths.prompt + lengths.longest_of(rows)))
-    tokens_of_rows = [max(1, round(prompt + response)) for prompt, response in spread(lengths, rows)]
-    micro_batches = fill(tokens_of_rows, budget)
-    return Packing(len(micro_batches), float(max(sum(tokens_of_rows[row] for row in micro) for micro in micro_batches)))
+    """Of many rows, some that stand for all are packed."""
+    times = max(1.0, rows / MOST_ROWS)
+    pairs = spread(lengths, min(rows, MOST_ROWS))
+    tokens = [max(1, round(prompt + response)) for prompt, response in pairs]
+    micro_batches = fill(tokens, budget)
+    largest = max(sum(tokens[row] for row in micro) for micro in micro_batches)
+    read = max(sum(pairs[row][1] for row in micro) for micro in micro_batches)
+    longest = lengths.longest_of(rows)  # which may be longer than any that stands for others
+    return Packing(math.ceil(len(micro_batches) * times), max(largest, lengths.prompt + longest), max(read, longest))
 
 
 def spread(lengths: Lengths, rows: int) -> list[tuple[float, float]]:

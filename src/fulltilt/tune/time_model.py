@@ -302,7 +302,8 @@ def gradient_seconds(run: RunDescription, passes: Passes) -> float:
     """Gradients of a micro-batch are added to those before it, in float32."""
     if not passes.learns:
         return 0.0
-    return passes.batches * run.system.gradient_traffic * learned_parameters(run) / (run.gpu.hbm * c.HBM_SHARE)
+    learned = gathered_parameters(run) if run.backend == "fsdp" and run.trained is None else learned_parameters(run)
+    return passes.batches * run.system.gradient_traffic * learned / (run.gpu.hbm * c.HBM_SHARE)
 
 
 def rope_seconds(run: RunDescription, passes: Passes) -> float:
@@ -443,7 +444,7 @@ def generation_seconds(run: RunDescription) -> PhaseSeconds:
     longest ones end alone."""
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
-    found: dict[str, float] = {"prefill": prefill_seconds(run, math.ceil(samples / running))}
+    found = prefill_seconds(run, math.ceil(samples / running))
     if run.system.host_token and math.isinf(run.lengths.median):  # samples that end apart are recorded while others are decoded
         found["records"] = run.system.host_token * running * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
@@ -540,13 +541,12 @@ def read_weights(shape: Shape, running: float) -> float:
     return counts.shared - tables + counts.experts * (1 - (1 - routed) ** running)
 
 
-def prefill_seconds(run: RunDescription, waves: int) -> float:
+def prefill_seconds(run: RunDescription, waves: int) -> dict[str, float]:
     """Prompts, each once for all its samples. The host launches a pass, and two for each further wave of samples that run at once: not all
     places become free together."""
     size, system = model_size(run.shape), run.system
     tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
     computing = 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
-    launching = (
-        len(run.shape.layers) * (system.host_layer if run.fused_layers else system.host_unfused) * (2 * waves - 1) if system.packs else 0.0
-    )
-    return max(computing, launching)
+    host = system.host_layer if run.fused_layers else system.host_unfused
+    launching = len(run.shape.layers) * host * (2 * waves - 1) if system.packs else 0.0
+    return {"launches of prompts": launching} if launching > computing else {"prefill": computing}
