@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -758,6 +760,83 @@ def test_parts_of_arguments_arrays_and_values_are_read() -> None:
     alone = "python3 -m verl.trainer.main_ppo a=${GONE:1}"
     with pytest.raises(UserError, match=r"line 1: \$GONE is not set"):
         shell.read(alone, [], {})
+
+
+def lr_of(text: str, environment: dict[str, str] | None = None) -> str:
+    """What a script makes of $LR, or the words with which it is refused."""
+    try:
+        return shell.read(f"{text}\npython3 -m verl.trainer.main_ppo lr=$LR", [], environment or {}).arguments[0]
+    except UserError as error:
+        return str(error).removesuffix(". Or give lr=VALUE behind the script")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("LR=1\nunset Y\n[[ -v Y ]] && LR=2", "lr=1"),
+        ("LR=1\n[[ -v Y ]] && LR=2", "lr=1"),
+        ("LR=1\nY=\n[[ -v Y ]] && LR=2", "lr=2"),
+        ("LR=1\nunset Y\nif [[ ! -v Y ]]; then LR=2; fi", "lr=2"),
+        ("LR=1\nY=$(date)\n[[ -v Y ]] && LR=2", "line 3: whether $LR is set here depends on what is not known"),
+        ("LR=1\nY=$(date)\nif [[ -v Y ]]; then LR=2; fi", "line 2: $(date) would have to be run"),
+        ("LR=1\n[ -f a ] && unset Y\nif [[ -v Y ]]; then LR=2; fi", "line 2: whether $Y is set here depends"),
+        ("LR=1\nif [[ -v Y || -v Z ]]; then LR=2; fi", "line 2: whether $LR is set here depends"),
+        ("LR=1\nif ! ; then LR=2; fi", "line 2: whether $LR is set here depends"),
+        ("LR=1\nA=()\n[[ -v A ]] && LR=2", "lr=1"),
+    ],
+)  # fmt: skip
+def test_a_script_asks_whether_a_variable_is_set(text: str, told: str) -> None:
+    assert lr_of(text).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "read LR < lr.txt", "IFS=, read -r A LR < lr.txt", "mapfile -t LR < lr.txt", "let LR=5", 'let "LR *= 2"', "let ++LR", "((LR += 1))",
+        "printf -v LR %s 5", "unset LR", "getopts l: LR", "! read LR < lr.txt",
+    ],
+)  # fmt: skip
+def test_what_a_script_may_read_or_unset_is_not_known(setting: str) -> None:
+    whether = "line 2: whether $LR is set here depends on what is not known"
+    assert lr_of(f"LR=1\nif [ -f a ]; then {setting}; fi") == whether
+    assert lr_of(f"LR=1\n[ -f a ] && {setting}") == whether
+    assert lr_of(f"LR=1\nfor i in 1 2; do {setting}; done").startswith("line 2: a `for` loop is not followed")
+    assert lr_of(f"LR=1\nif {setting}; then echo; fi").startswith("line 2: ")
+    assert lr_of(f"LR=1\nset_it() {{\n{setting}\n}}\n[ -f a ] && set_it").startswith("line 3: whether $LR is set here depends")
+    assert lr_of(f"LR=1\nif [ -f a ]; then echo {setting.split()[0]}; fi") == "lr=1" or setting.startswith("((")
+
+
+@pytest.mark.parametrize(
+    ("test", "told"),
+    [
+        ("12 =~ ^[[:digit:]]+$", True), ("1a =~ ^[[:digit:]]+$", False), ("a_1 =~ ^[[:alpha:]_][^[:space:]]*$", True),
+        ("axb =~ a.b", True), ('axb =~ "a.b"', False), ("axb =~ 'a.b'", False), ('a.b =~ ^"a.b"$', True), ("axb =~ ^a\\.b$", False),
+        ("a.b =~ ^a\\.b$", True), ("axb =~ $P", True), ('axb =~ "$P"', False), ("a-b =~ [[:punct:]]", True), ("a] =~ []]$", True),
+        ("Ab =~ ^[[:upper:]][[:lower:]]$", True), ("fF0 =~ ^[[:xdigit:]]+$", True), ("a =~ [^]a]", False), ("! axb =~ ^b", True),
+        ("a =~ [", None), ("a =~ *a", None), ("a =~ [[:gone:]]", None), ("a =~ ^\\d$", None), ("a =~ a+?", None), ("a =~ a{9,1}", None),
+        ("a =~ [\\.]", None), ("a =~ ^$(date)", None),
+        ("c =~ a|b", None),
+    ],
+)  # fmt: skip
+def test_a_script_matches_patterns_as_bash_does(test: str, told: bool | None) -> None:
+    found = lr_of(f"LR=1\nP=a.b\nif [[ {test} ]]; then LR=2; fi")
+    assert found.startswith("line 3: ") if told is None else found == f"lr={1 + told}"
+    assert (lr_of(f"LR=1\nP=a.b\n[[ {test} ]] && LR=2") == found) is (told is not None)
+    if told is not None and (bash := shutil.which("bash")):
+        assert subprocess.run([bash, "-c", f"P=a.b; [[ {test} ]]"], check=False).returncode == 1 - told
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("1:-2", "bcd"), (" -9", ""), (" -9:2", ""), (" -3:-1", "de"), ("9:1", ""), ("0:9", "abcdef"), ("2", "cdef"), ("4:-2", ""),
+        ("4:-4", None),
+    ],
+)  # fmt: skip
+def test_a_script_takes_a_slice_of_a_value_as_bash_does(part: str, value: str | None) -> None:
+    assert lr_of(f"X=abcdef\nLR=${{X:{part}}}") == (f"line 2: ${{X:{part}}} has no value" if value is None else f"lr={value}")
+    if value is not None and (bash := shutil.which("bash")):
+        assert subprocess.run([bash, "-c", f'X=abcdef; printf %s "${{X:{part}}}"'], capture_output=True, text=True).stdout == value
 
 
 @pytest.mark.parametrize("name", ["run.sh", "run.bash", "run.slurm", "run.sbatch"])

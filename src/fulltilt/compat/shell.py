@@ -49,7 +49,7 @@ CHATLEARN = Trainers(
 )
 NAME = r"[A-Za-z_]\w*"
 OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
-SETTING = ("read", "mapfile", "readarray", "getopts", "let")  # commands that set the variables they name
+SETTING = ("read", "mapfile", "readarray", "getopts", "let", "printf", "unset")  # commands that may set or unset variables they name
 LOOPS = ("for", "while", "until", "select")
 MOST_CALLS = 30  # functions that call one another
 MAYBE = -1  # the status of a command that would have to be run
@@ -71,6 +71,7 @@ class Unknown:
     line: int
     why: str
     key: str = ""  # the key of verl whose value it is
+    unset: str = ""  # the variable that `unset` has taken away
 
     @property
     def told(self) -> str:
@@ -81,6 +82,10 @@ class Unknown:
 class NotKnown(Exception):
     def __init__(self, unknown: Unknown) -> None:
         self.unknown = unknown
+
+    def needed(self, line: int) -> NotKnown:
+        """The same, for a condition that needs the value."""
+        return NotKnown(replace(self.unknown, why=f"{self.unknown.why}, and the condition in line {line} needs it"))
 
 
 class Ended(Exception):
@@ -264,7 +269,8 @@ class Script:
                 place, result = self._one(words, place, skip=skip or joined == "|")
                 if doubtful:
                     self._doubt(words[before:place])
-                status = status if skip else result
+                kept = skip or (joined == "|" and status == MAYBE)  # as where the | of [[ X =~ a|b ]] divides it
+                status = status if kept else result
 
     def _one(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
         """Follow the command at a place. The place behind it, and its status."""
@@ -298,9 +304,8 @@ class Script:
         """Commands that may be run or not: what they assign is not known, and they must start no trainer."""
         line = words[0].line if words else 0
         for place, word in enumerate(words):
-            if assigned := _ASSIGNMENT.fullmatch(word.text):
-                why = f"whether ${assigned[1]} is set here depends on what is not known"
-                self.variables[assigned[1]] = reason or Unknown(word.line, why)
+            for name in may_set(words, place):
+                self.variables[name] = reason or Unknown(word.line, f"whether ${name} is set here depends on what is not known")
             if place and ((self.trainers.is_module(word.text) and words[place - 1].text == "-m") or self.trainers.is_file(word.text)):
                 told = "whether this command is run depends on what is not known. Give the arguments of the run themselves"
                 raise wrong(reason.line, reason.why) if reason else wrong(line, told)
@@ -398,25 +403,84 @@ class Script:
         return status
 
     def _test(self, words: list[Word], line: int) -> bool | None:
-        first = words[0].text
+        first = words[0].text if words else ""
         if first == "!":
             found = self._test(words[1:], line)
             return None if found is None else not found
         if is_arithmetic(words, 0):
             return self._compared(words, line)
         if first not in ("[", "[[", "test"):
+            self._doubt(words, Unknown(line, "a command within a condition is not followed. Give the arguments of the run themselves"))
+            return None
+        if words[-1].text != {"[": "]", "[[": "]]"}.get(first, words[-1].text):  # the && or || of [[ A || B ]] divides it
             return None
         inner = words[1 : -1 if first != "test" else None]
+        if first == "[[" and len(inner) > 1 and inner[0].text == "!" and inner[1].text != "!":
+            found = self._test([words[0], *words[2:]], line)
+            return None if found is None else not found
         if len(inner) == 2 and inner[0].text == "-v":
-            return self._value(inner[1].text) is not None
+            return self._is_set(inner[1], line)
+        if first == "[[" and len(inner) == 3 and inner[1].text == "=~":
+            return bool(self._pattern(inner[2], line).search(self._known(inner[0], line, default="")))
         if inner and inner[0].text.strip('"') in ("-f", "-d", "-e", "-x", "-r", "-s"):
             return None
         return tested([self._known(word, line, default="") for word in inner], line)
 
+    def _is_set(self, word: Word, line: int) -> bool:
+        """`[[ -v NAME ]]`."""
+        name = self._known(word, line)
+        if name.isdigit():
+            return int(name) <= int(self._read("#", line))
+        if not re.fullmatch(NAME, name):
+            raise NotKnown(Unknown(line, f"the test -v {shortened(name, 60)} is not followed. Give the arguments of the run themselves"))
+        value = self._value(name)
+        if isinstance(value, Unknown):
+            if value.unset != name:
+                raise NotKnown(value).needed(line)
+            return False
+        return bool(value) if isinstance(value, list) else value is not None
+
+    def _pattern(self, word: Word, line: int) -> re.Pattern[str]:
+        """The right side of `=~`: what is quoted stands for itself."""
+        text, place = word.text, 0
+        parts: list[tuple[str, bool]] = []  # characters, and whether they were quoted
+        while place < len(text):
+            try:
+                found, end, quoted = self._pattern_part(text, place, line)
+            except NotKnown as error:
+                raise error.needed(line) from None
+            parts += [(character, quoted) for character in found]
+            place = end
+        with suppress(re.error, OverflowError, RecursionError):
+            if (written := python_pattern(parts)) is not None:
+                return re.compile(written, re.DOTALL)
+        told = f"the pattern {shortened(text, 60)} behind =~ is not followed. Give the arguments of the run themselves"
+        raise NotKnown(Unknown(line, told))
+
+    def _pattern_part(self, text: str, place: int, line: int) -> tuple[str, int, bool]:
+        """What the part of a pattern at a place becomes, where it ends, and whether it was quoted."""
+        if text.startswith(("$'", '$"'), place):
+            raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} is not read. Write its result"))
+        if text[place] == "'" and "'" in text[place + 1 :]:
+            end = text.index("'", place + 1)
+            return text[place + 1 : end], end + 1, True
+        if text[place] == '"':
+            end = quoted_end(text, place + 1, line)
+            return self._quoted(text[place + 1 : end - 1], line), end, True
+        if text[place] in "$`":
+            value, end = self._variable(text, place, line)
+            return value, end, False
+        if text[place] != "\\":
+            return text[place], place + 1, False
+        escaped = text[place + 1 : place + 2]
+        if escaped.isalnum() or escaped in ("", *"<>`'"):  # versions of bash differ
+            raise NotKnown(Unknown(line, f"the pattern {shortened(text, 60)} behind =~ is not followed. Put it into a variable"))
+        return escaped, place + 2, True
+
     def _compared(self, words: list[Word], line: int) -> bool | None:
         """`((A > B))`; what it assigns is not known afterwards. None: it is not a comparison."""
         inside = " ".join(word.text for word in words[2:-2])
-        for name in re.findall(rf"({NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)", inside):
+        for name in arithmetic_sets(inside):
             self.variables[name] = Unknown(line, f"(( )) sets ${name}, and is not followed")
         sides = re.fullmatch(r"([^=<>!&|]+?)\s*([=!]\s*=|[<>]\s*=?)\s*([^=<>!&|]+)", inside)
         if sides is None:
@@ -429,8 +493,7 @@ class Script:
         except NotKnown as error:
             if default is not None and error.unknown.why.endswith("is not set"):
                 return default
-            why = f"{error.unknown.why}, and the condition in line {line} needs it"
-            raise NotKnown(replace(error.unknown, why=why)) from None
+            raise error.needed(line) from None
 
     def _simple(self, words: list[Word]) -> int:
         words = without_redirections(words)
@@ -444,16 +507,11 @@ class Script:
             for word in words[1:]:
                 if assigned := _ASSIGNMENT.fullmatch(word.text):
                     self._assign(assigned, word.line)
-        elif first == "unset":
-            for word in words[1:]:
-                self.variables.pop(word.text, None)
-                self.variables[word.text] = Unknown(line, f"${word.text} is not set")
-        elif first in ("read", "mapfile", "readarray", "getopts", "let") or (
-            first == "printf" and len(words) > 2 and words[1].text == "-v"
-        ):
-            for word in words[1:]:
-                if named := re.match(NAME, word.text.strip("'\"")):
-                    self.variables[named[0]] = Unknown(line, f"`{first}` sets ${named[0]}, and is not followed")
+        elif first in SETTING:
+            whole = {word.text.strip("'\"") for word in words} if first == "unset" else set()  # not ARRAY[0]
+            for name in names_set(words):
+                gone, changed = Unknown(line, f"${name} is not set", unset=name), f"`{first}` sets ${name}, and is not followed"
+                self.variables[name] = gone if name in whole else Unknown(line, changed)
         elif first == ":":
             self._pieces(words[1:])  # for what `${X:=default}` sets
         elif first == "shift":
@@ -467,7 +525,7 @@ class Script:
         elif self.launches and OVERRIDE.match(first) and "." in first.partition("=")[0]:
             why = "not part of the command, which a comment, an empty line or a missing backslash ends: verl does not get it either"
             self.notes.append(f"line {line}: {shortened(first, 80)} is {why}")
-        elif first not in ("echo", "set", "printf", "cd", "mkdir", "source", ".", "true", ":"):
+        elif first not in ("echo", "set", "cd", "mkdir", "source", ".", "true", ":"):
             self._launch(words)
         return 0
 
@@ -550,7 +608,7 @@ class Script:
             else:
                 value = "".join(self.expand(text, line, split=False))
         except NotKnown as error:
-            value = error.unknown
+            value = replace(error.unknown, unset="")
         before = self.variables.get(name, [] if isinstance(value, list) else "")
         if add and not isinstance(value, Unknown):
             value = before if isinstance(before, Unknown) else before + value
@@ -625,7 +683,10 @@ class Script:
         first = self._arithmetic(begin, line) - whole
         if first < 0:
             raise NotKnown(Unknown(line, f"${{{name}:{begin}}} is not read. Write its result"))
-        return values[first : None if count is None else first + self._arithmetic(count, line)]
+        taken = len(values) if count is None else self._arithmetic(count, line)
+        if taken < 0:
+            raise NotKnown(Unknown(line, f"${{{name}:{begin}:{count}}} has no value"))
+        return values[first : first + taken]
 
     def _joined(self, values: Sequence[Any]) -> str:
         for value in values:
@@ -667,8 +728,10 @@ class Script:
             return self._read(self._read(named[1], line), line)
         if part := re.fullmatch(rf"({NAME}|[0-9]):( ?[^-=+?:{{}}][^:{{}}]*)(?::([^:{{}}]+))?", inside):
             first, count = self._arithmetic(part[2], line), part[3]
-            value = self._read(part[1], line)
-            return value[first : None if count is None else (first + len(value) if first < 0 else first) + self._arithmetic(count, line)]
+            text = sliced(self._read(part[1], line), first, None if count is None else self._arithmetic(count, line))
+            if text is None:
+                raise NotKnown(Unknown(line, f"${{{inside}}} has no value"))
+            return text
         match = re.fullmatch(rf"({NAME}|[0-9@*#])(?:(:?[-=+?])(.*))?", inside, re.DOTALL)
         if match is None:
             raise NotKnown(Unknown(line, f"${{{shortened(inside, 60)}}} is not read. Write its result"))
@@ -783,6 +846,100 @@ def begins_command(words: Sequence[Word], place: int) -> bool:
     return place == 0 or words[place - 1].text in before
 
 
+def names_set(command: Sequence[Word]) -> list[str]:
+    """The variables that a command of SETTING sets or unsets."""
+    first, rest = command[0].text, [word.text for word in command[1:]]
+    if first == "let":
+        return [name for text in rest for name in arithmetic_sets(text.replace("\\", ""))]
+    if first == "printf":
+        rest = rest[1:2] if rest[:1] == ["-v"] else []
+    if first == "unset" and "-f" in rest:  # a function
+        return []
+    return [named[0] for text in rest if (named := re.match(NAME, text.strip("'\"")))]
+
+
+def arithmetic_sets(text: str) -> list[str]:
+    """The variables that arithmetic sets."""
+    before, after = r"(?:\+\+|--)\s*", r"(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)"
+    return [first or second for first, second in re.findall(rf"{before}({NAME})|({NAME})\s*{after}", text)]
+
+
+def may_set(words: Sequence[Word], place: int) -> list[str]:
+    """The variables that the word at a place sets or unsets: an assignment, or a command that begins there."""
+    if assigned := _ASSIGNMENT.fullmatch(words[place].text):
+        return [assigned[1]]
+    ends = ("\n",) if is_arithmetic(words, place) else ("\n", ";", "&", "|", "&&", "||", ")", ";;")
+    end = next((number for number in range(place, len(words)) if words[number].text in ends), len(words))
+    if is_arithmetic(words, place):
+        return arithmetic_sets(" ".join(word.text for word in words[place:end]))
+    begin = place
+    while begin and (words[begin - 1].text in ("!", "builtin", "command") or _ASSIGNMENT.fullmatch(words[begin - 1].text)):
+        begin -= 1  # as in `while IFS= read X`
+    if words[place].text not in SETTING or not begins_command(words, begin):
+        return []
+    return names_set(without_redirections(words[place:end]))
+
+
+def sliced(value: str, first: int, count: int | None) -> str | None:
+    """`${X:first:count}`: what is below 0 counts from the end. None: it ends before it begins, a mistake in bash."""
+    begin = first + len(value) if first < 0 else first
+    if not 0 <= begin <= len(value):
+        return ""
+    end = len(value) if count is None else count + (len(value) if count < 0 else begin)
+    return value[begin:end] if end >= begin else None
+
+
+_CLASSES: Mapping[str, str] = {
+    "digit": "0-9", "alpha": "a-zA-Z", "alnum": "a-zA-Z0-9", "space": r" \t\n\r\f\v", "upper": "A-Z", "lower": "a-z",
+    "punct": r"!-/:-@\[-`{-~", "xdigit": "0-9A-Fa-f",
+}  # fmt: skip
+
+
+def python_pattern(parts: Sequence[tuple[str, bool]]) -> str | None:
+    """A pattern of bash's, as characters and whether each is quoted, as Python writes it. None: it is not followed."""
+    text = "".join(character for character, _ in parts)
+    found, place = "", 0
+    while place < len(parts):
+        character, quoted = parts[place]
+        following = text[place + 1 : place + 2] if not (quoted or any(each for _, each in parts[place + 1 : place + 2])) else ""
+        if quoted:
+            found += re.escape(character)
+        elif character == "[":
+            end = set_end(text, place)
+            if any(quoted and not each.isalnum() for each, quoted in parts[place:end]) or (inside := python_set(text[place:end])) is None:
+                return None
+            found, place = found + inside, end - 1
+        elif character == "\\":
+            if following not in tuple("wWsSbB") and (following.isalnum() or following in ("", *"<>`'")):
+                return None
+            found, place = found + (character + following if following.isalnum() else re.escape(following)), place + 1
+        elif (character in "*+?}" and following in tuple("*+?")) or character + following == "(?":
+            return None  # Python means something else
+        else:
+            found += r"\Z" if character == "$" else character
+        place += 1
+    return found
+
+
+def set_end(text: str, place: int) -> int:
+    """The place behind the set `[...]` that begins at a place."""
+    written = re.compile(r"\[\^?\]?(?:\[:\w*:\]|[^\]])*\]").match(text, place)
+    return written.end() if written else len(text)
+
+
+def python_set(text: str) -> str | None:
+    """A set such as `[[:digit:].]` as Python writes it. None: it is not followed."""
+    written = re.fullmatch(r"\[(\^?)(\]?(?:\[:\w*:\]|[^\]])*)\]", text)
+    if written is None or "\\" in text or re.search(r"\[[.=]", written[2]):
+        return None
+    found = ""
+    for name, character in re.findall(r"\[:(\w*):\]|(.)", written[2], re.DOTALL):
+        if not character and name not in _CLASSES:
+            return None
+        found += _CLASSES[name] if not character else character if character == "-" else re.escape(character)
+    return f"[{written[1]}{found}]"
+
+
 def function_body(words: Sequence[Word], place: int) -> tuple[str, int, int] | None:
     """The name of a function that is defined at a place, and where its body begins and ends."""
     named = place + (words[place].text == "function")
@@ -879,9 +1036,6 @@ def tested(words: list[str], line: int) -> bool:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
-        case [left, "=~", right]:
-            with suppress(re.error):
-                return bool(re.search(right, left))
         case [left, sign, right] if sign in _COMPARE and all(re.fullmatch(r"-?\d+", each) for each in (left, right)):
             return bool(_COMPARE[sign](int(left), int(right)))
     told = f"the test [ {shortened(' '.join(words), 60)} ] is not followed. Give the arguments of the run themselves"
