@@ -826,6 +826,11 @@ def test_a_script_matches_patterns_as_bash_does(test: str, told: bool | None) ->
         assert subprocess.run([bash, "-c", f"P=a.b; [[ {test} ]]"], check=False).returncode == 1 - told
 
 
+@pytest.mark.parametrize(("before", "learning_rate"), [("X=1", "2"), ("X=", "2"), ("unset X", "1"), ("X=1; unset X", "1"), ("", "1")])
+def test_a_script_takes_another_value_where_a_variable_is_set(before: str, learning_rate: str) -> None:
+    assert lr_of(f"{before}\nLR=1${{X+0}}\n[[ $LR == 10 ]] && LR=2") == f"lr={learning_rate}"
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [

@@ -738,10 +738,11 @@ class Script:
         name, how, other = match[1], match[2] or "", match[3] or ""
         value = self._value(name)
         empty = value is None or (how.startswith(":") and value == "")
-        if how.endswith("+"):
-            return "" if empty else self._quoted_or_bare(other, line)
-        if isinstance(value, Unknown) and not (value.why.endswith("is not set") and how[-1:] in ("-", "=")):
+        unset = isinstance(value, Unknown) and value.why.endswith("is not set")
+        if isinstance(value, Unknown) and not (unset and how[-1:] in ("-", "=", "+")):
             raise NotKnown(value)
+        if how.endswith("+"):
+            return "" if empty or unset else self._quoted_or_bare(other, line)
         if how[-1:] in ("-", "=") and (empty or isinstance(value, Unknown)):
             try:
                 found = self._quoted_or_bare(other, line)
