@@ -321,6 +321,7 @@ def test_the_custom_reward_is_called_with_its_arguments(measured: dict[str, list
 
 # Names that hold a user's word or number, as the page writes them; of `acc` it says that it is as the reward.
 FORMS = {
+    r"(?<=/rollout_rs_)(token|seq_sum|seq_mean|seq_max|group_\w+)_k\d(?=_)": "CRITERION",
     r"^reward/parts/.*": "reward/parts/NAME",
     r"^(val-\w+)/.+/([^/]+)/(\w+)@\d+": r"\1/SOURCE/\2/\3@N",
     r"/SOURCE/acc/": "/SOURCE/reward/",
