@@ -826,6 +826,12 @@ def test_a_script_matches_patterns_as_bash_does(test: str, told: bool | None) ->
         assert subprocess.run([bash, "-c", f"P=a.b; [[ {test} ]]"], check=False).returncode == 1 - told
 
 
+def test_a_script_compares_words_around_variables_that_are_not_set() -> None:
+    for before in ("", "unset GONE", "unset GONE OTHER"):
+        assert lr_of(f'{before}\nLR=1\nif [ "x$GONE$OTHER" = x ]; then LR=2; fi') == "lr=2"
+        assert lr_of(f"{before}\nLR=1\nif [[ $GONE == x ]]; then LR=2; fi") == "lr=1"
+
+
 @pytest.mark.parametrize(("before", "learning_rate"), [("X=1", "2"), ("X=", "2"), ("unset X", "1"), ("X=1; unset X", "1"), ("", "1")])
 def test_a_script_takes_another_value_where_a_variable_is_set(before: str, learning_rate: str) -> None:
     assert lr_of(f"{before}\nLR=1${{X+0}}\n[[ $LR == 10 ]] && LR=2") == f"lr={learning_rate}"

@@ -491,9 +491,19 @@ class Script:
         try:
             return "".join(self.expand(word.text, word.line, split=False)) if word.text not in ("=~", "==", "!=", "=") else word.text
         except NotKnown as error:
-            if default is not None and error.unknown.why.endswith("is not set"):
-                return default
-            raise error.needed(line) from None
+            name, _, rest = error.unknown.why.removeprefix("$").partition(" ")
+            if default is None or rest != "is not set":
+                raise error.needed(line) from None
+        if not name.isidentifier():  # an argument of the script
+            return default
+        before = self.variables.get(name)
+        self.variables[name] = default  # what else the word has stays: "x$NAME" is x
+        try:
+            return self._known(word, line, default)
+        finally:
+            del self.variables[name]
+            if before is not None:
+                self.variables[name] = before
 
     def _simple(self, words: list[Word]) -> int:
         words = without_redirections(words)
