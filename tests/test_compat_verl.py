@@ -830,6 +830,7 @@ def test_a_script_compares_words_around_variables_that_are_not_set() -> None:
     for before in ("", "unset GONE", "unset GONE OTHER"):
         assert lr_of(f'{before}\nLR=1\nif [ "x$GONE$OTHER" = x ]; then LR=2; fi') == "lr=2"
         assert lr_of(f"{before}\nLR=1\nif [[ $GONE == x ]]; then LR=2; fi") == "lr=1"
+        assert lr_of(f'{before}\nLR=1\nif [ -z "$1" ]; then LR=2; fi') == "lr=2"
 
 
 @pytest.mark.parametrize(("before", "learning_rate"), [("X=1", "2"), ("X=", "2"), ("unset X", "1"), ("X=1; unset X", "1"), ("", "1")])
