@@ -63,7 +63,8 @@ PAIRS: Mapping[str, Sequence[str]] = {
     "trainer 1, engine 2": (TWO, "rollout.tensor_parallel=2"),
 }
 LONG = {"cuda": 131_072, "cpu": 256}
-EQUAL_TOKENS = 32  # of a response: on one card each takes tens of milliseconds, since gloo moves what members exchange through main memory
+# Tokens of a response: on one card each takes tens of milliseconds, since gloo moves what members exchange through main memory.
+EQUAL_TOKENS = 32
 
 
 def equal(scratch: Path, device: str) -> dict[str, Any]:

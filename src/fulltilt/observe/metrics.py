@@ -279,7 +279,7 @@ class RowSums:
     rejected: Spread = field(default_factory=Spread)  # number of tokens of each row that were rejected
     considered: Spread = field(default_factory=Spread)  # number of tokens of each row that could have been rejected
     touched: Spread = field(default_factory=Spread)  # 1 for each row that has lost a token
-    criteria: CriteriaSums = field(default_factory=CriteriaSums)  # of each criterion of rejection
+    criteria: CriteriaSums = field(default_factory=CriteriaSums)  # sums for each criterion of rejection
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> RowSums:

@@ -22,7 +22,7 @@ PREFIX = "rollout_corr/rollout_rs_"
 class CriterionSums:
     """What the metrics of one criterion need; `+` joins those of several workers."""
 
-    distances: Spread = field(default_factory=Spread)  # of all tokens
+    distances: Spread = field(default_factory=Spread)  # distances over all tokens
     bounded: Spread = field(default_factory=Spread)  # the same, those beyond a bound set to the bound
     samples: Spread = field(default_factory=Spread)  # the mean distance of each sample
     above: Spread = field(default_factory=Spread)  # 1 where the distance is above the upper bound; tokens, or samples by such a criterion

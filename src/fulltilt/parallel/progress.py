@@ -33,9 +33,9 @@ class PassProgress:
 
     begun: int = 0  # passes, without those that complete one that was given up
     in_doubt: bool = False  # whether a collective has failed: nobody knows whether the other workers have what they need of it
-    made: Counter[Hashable] = field(default_factory=Counter)  # of the pass that began last
-    tokens: int | None = None  # of this worker's part of the micro-batch for which it computes a filler; None: it computes no filler
-    _left_out: Counter[Hashable] | None = None  # of the pass that completes it; None: there is none
+    made: Counter[Hashable] = field(default_factory=Counter)  # collectives of the pass that began last
+    tokens: int | None = None  # the size of this worker's part of the micro-batch that a filler stands for; None: no filler
+    _left_out: Counter[Hashable] | None = None  # collectives that the completing pass leaves out; None: there is no such pass
 
     def begin(self) -> None:
         """A pass begins."""

@@ -37,7 +37,7 @@ class Ranks:
     beside: int = 1  # workers on this machine, this one included
     sharing: int = 1  # workers that use this worker's device
     moved: Counter[str] = field(default_factory=no_bytes)  # bytes of this worker's tensors in collectives, by kind
-    progress: PassProgress = field(default_factory=PassProgress)  # of this worker in passes that others make at the same time
+    progress: PassProgress = field(default_factory=PassProgress)  # how far this worker is in passes that others make at the same time
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
     deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own

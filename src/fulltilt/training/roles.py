@@ -41,7 +41,7 @@ FILLER = MicroBatch(
     weights=np.zeros(1),
     fresh=np.ones(1, bool),
 )
-NO_PROGRESS = PassProgress()  # of a worker that is alone
+NO_PROGRESS = PassProgress()  # a worker that is alone waits for nobody
 
 
 class Role(ABC):
@@ -53,7 +53,7 @@ class Role(ABC):
     sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
     tensor: Ranks = ALONE  # the members that compute each layer together
     meets: bool = False  # whether workers exchange tokens in its passes, of which each must make as many as the others
-    progress: PassProgress = NO_PROGRESS  # of this worker in passes that others make at the same time
+    progress: PassProgress = NO_PROGRESS  # how far this worker is in passes that others make at the same time
     most_tokens: int = 0  # that have entered the model in a pass
 
     @property

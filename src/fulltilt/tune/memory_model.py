@@ -28,7 +28,7 @@ Phase = Literal["rollout", "sync", "reward", "logprob", "ref-logprob", "values",
 PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
 BF16, FP32 = 2, 4
 STATES = 3  # fp32 master and two moments
-PREFILL_TOKENS = 16_384  # of a pass over prompts
+PREFILL_TOKENS = 16_384  # tokens in a pass over prompts
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
     """Activations and the head, on the pipeline's first stage, which holds most micro-batches, or on its last, which has the head. The head
     is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
-    margin = 1.0 if run.system.packs else ACTIVATION_MARGIN  # of micro-batches whose tokens are known
+    margin = 1.0 if run.system.packs else ACTIVATION_MARGIN  # fulltilt's micro-batches are known by their tokens
     kept = margin * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
     if run.offload_activations:  # but for what is on its way there, about a layer
         kept /= len(stage.layers)

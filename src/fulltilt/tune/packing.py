@@ -39,7 +39,7 @@ def packing(run: RunDescription, budget: int, minibatches: int) -> Packing:
 
 @cache
 def packed(lengths: Lengths, rows: int, budget: int) -> Packing:
-    """Of many rows, some that stand for all are packed."""
+    """Pack the rows, or, where there are many, some that stand for all."""
     times = max(1.0, rows / MOST_ROWS)
     pairs = spread(lengths, min(rows, MOST_ROWS))
     tokens = [max(1, round(prompt + response)) for prompt, response in pairs]
