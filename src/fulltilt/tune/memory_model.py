@@ -17,7 +17,7 @@ from functools import cache
 from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
-from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
+from fulltilt.plan import ACTIVATION_MARGIN, BATCHED_TOKENS, STREAMED
 from fulltilt.shape import DecoderLayer, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RoleDescription, RunDescription
@@ -28,7 +28,6 @@ Phase = Literal["rollout", "sync", "reward", "logprob", "ref-logprob", "values",
 PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
 BF16, FP32 = 2, 4
 STATES = 3  # fp32 master and two moments
-PREFILL_TOKENS = 16_384  # tokens in a pass over prompts
 
 
 @dataclass(frozen=True)
@@ -370,7 +369,7 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
 def prefill_bytes(run: RunDescription) -> int:
     """Activations of a pass over prompts, each of which is read once for all its samples."""
     prompts = min(run.batch.rollout_prompts / run.engines, -(-run.engine.max_seqs // run.batch.samples))
-    return int(min(prompts * run.lengths.prompt, PREFILL_TOKENS) * largest_layer(run) * run.layout.tensor / run.engine.tensor)
+    return int(min(prompts * run.lengths.prompt, BATCHED_TOKENS["cuda"]) * largest_layer(run) * run.layout.tensor / run.engine.tensor)
 
 
 def engine_weights(run: RunDescription) -> int:
