@@ -34,7 +34,7 @@ from fulltilt.cluster.faults import install
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
-from fulltilt.cluster.service import ServedWorker, report_stall
+from fulltilt.cluster.service import ServedWorker, tell
 from fulltilt.cluster.sharing import ModelSharer
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
@@ -432,6 +432,9 @@ class Team:
         given = [None if own is None else (method, own) for own in args]
         return TeamCall(self._pool.start("call", [*given, *[None] * (self._pool.size - self.size)], what=what, **kind), self.size)
 
+    def keep_output(self, folder: Path) -> None:
+        """The processes are not of one run."""
+
     def hurry(self) -> None:
         self._pool.hurry()
 
@@ -499,7 +502,7 @@ class Pool:
             lo = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
             with pytest.MonkeyPatch.context() as patch:
                 forked.use(patch)
-                self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
+                self._processes = Processes(seats, "devices:make", environment=lo, on_stall=tell)
         return self._processes
 
     def close(self) -> None:

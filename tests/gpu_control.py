@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_shards import assembled, measure, steps_of
-from gpu_workers import make
+from gpu_shards import measure
+from gpu_workers import assembled, make, steps_of
 
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.rollout.engines.native import NativeEngine
@@ -36,9 +36,9 @@ SHOWN = (
 )  # fmt: skip
 GIB = 2**30
 SPARE = 0.4  # share of an update's activations that the allocator may no longer take
-DRIFT = {"cuda": (200, 500, 1000, 2000, 3000, 4000, 4000, 4000), "cpu": (4, 8, 12, 12)}
+DRIFT = {"cuda": (200, 800, 2000, 4000, 4000), "cpu": (4, 8, 12, 12)}
 MOST = {"cuda": 8192, "cpu": 24}
-LAST = 2  # steps that are compared
+LAST = 1  # steps that are compared: those after the first with the longest responses
 
 
 def digest(parts: RunParts) -> str:
@@ -81,7 +81,7 @@ def memory(scratch: Path, device: str) -> dict[str, Any]:
 
 
 def drift(scratch: Path, device: str) -> dict[str, Any]:
-    prompts, samples = (32, 8) if device == "cuda" else (4, 2)
+    prompts, samples = (16, 8) if device == "cuda" else (4, 2)
     folder = make(
         scratch / "drift", "0.5B" if device == "cuda" else "small", device=device, prompts=prompts, samples=samples,
         new_tokens=MOST[device], repeats=len(DRIFT[device]) - 1,

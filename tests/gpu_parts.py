@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_shards import assembled, measure, steps_of
-from gpu_workers import compare, make, train
+from gpu_shards import measure
+from gpu_workers import assembled, compare, make, steps_of, train
 
 from fulltilt.bench.step import make_language
 
@@ -111,7 +111,7 @@ def measured(folder: Path, *settings: str) -> dict[str, Any]:
     begin = time.perf_counter()
     with assembled(folder, *settings) as parts:
         started = time.perf_counter() - begin
-        return {"settings": settings, "start seconds": started, "plan": list(parts.plan.words), "steps": list(steps_of(parts, FIGURES))}
+        return {"settings": settings, "start seconds": started, "plan": list(parts.plan.words), "steps": list(steps_of(parts, FIGURES, 2))}
 
 
 def long(scratch: Path, device: str) -> dict[str, Any]:

@@ -16,31 +16,25 @@ Enters: a device. Leaves: for each part what it has measured:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from gpu_workers import compare, make, train
+from gpu_workers import assembled, compare, make, steps_of, train
 
-from fulltilt import config as configuration
 from fulltilt.bench import report
-from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.assembly import RunParts
 from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import sampling_of
-from fulltilt.loop.run import Progress, Run
-from fulltilt.observe.console import Console
-from fulltilt.observe.loggers import Loggers
-from fulltilt.training.checkpoint import CheckpointStore
 
 TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
 FULL, HYBRID = "train.shard=full", ("train.shard=hybrid", "train.shard_size=2")
@@ -75,22 +69,8 @@ def memory(scratch: Path, device: str) -> dict[str, Any]:
     folder, found = make_large(scratch / "memory", device, prompts=16, samples=4), dict[str, Any]()
     for name, settings in {"optimizer": (), "full": (FULL,)}.items():
         with assembled(folder, *SIZES, TWO, FUSED, *settings) as parts:
-            found[name] = {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts))}
+            found[name] = {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts, SHOWN, STEPS))}
     return found
-
-
-def steps_of(parts: RunParts, shown: Sequence[str] = SHOWN, steps: int = STEPS, *, follows: bool = False) -> Iterator[dict[str, Any]]:
-    """Metrics of each step: what it computed, its memory, and what its collectives moved. Nothing is saved. `follows`: token budgets follow
-    the memory that is measured, as in a run."""
-    config, console = parts.crew.config, Console(quiet=True, stdout=sys.stderr, terminal=False)
-    run = Run(config, parts, CheckpointStore(Path(config.run.dir), 1), Progress(), console, Loggers(console.warn))
-    for step in range(1, steps + 1):
-        console.begin_step(step)
-        begin = time.perf_counter()
-        found = run.rl_step(step) if parts.samples else run.sft_step(step)
-        if follows:
-            run._follow_memory(found)
-        yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(tuple(shown))}}
 
 
 def queue(scratch: Path, device: str) -> dict[str, Any]:
@@ -128,16 +108,6 @@ def sample(parts: RunParts, *, queued: bool) -> tuple[float, dict[int, list[list
 
 def make_large(folder: Path, device: str, **counts: int) -> Path:
     return make(folder, "0.5B", **counts) if device == "cuda" else make(folder, "small", device=device, new_tokens=24, **counts)
-
-
-@contextlib.contextmanager
-def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
-    with contextlib.chdir(folder):
-        parts = assemble(configuration.load("run.toml", list(settings)))
-        try:
-            yield parts
-        finally:
-            parts.close()
 
 
 PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "memory": memory, "queue": queue}

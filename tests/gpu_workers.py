@@ -11,6 +11,7 @@ random weights almost never draw an end token.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,21 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from fulltilt import config as configuration
 from fulltilt.bench import shapes, step
+from fulltilt.bench.device import let_go
 from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import commit
+from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.loop.run import Progress, Run
+from fulltilt.observe.console import Console
+from fulltilt.observe.loggers import Loggers
 from fulltilt.schema import to_toml
+from fulltilt.training.checkpoint import CheckpointStore
 
 SHOWN = (
     "timing_s/gen", "timing_s/update_actor", "timing_s/step", "actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/load_spread",
+    "actor/micro_batches",
 )  # fmt: skip
 # The runs of the small model are on the card at the same time: what follows from free memory is fixed.
 SIZES = (f"rollout.kv_bytes={2**30}", "actor.token_budget=8192", "actor.forward_token_budget=8192")
@@ -58,8 +67,8 @@ def train(folder: Path, name: str, *settings: str) -> dict[str, Any]:
     environment = {**os.environ, "NO_COLOR": "1", "FULLTILT_SHARE_DEVICES": "1"}  # two workers on one GPU
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    found = {key: [round(line[key], 5) for line in lines if key in line] for key in SHOWN}
-    print(folder.name, name, json.dumps(found), flush=True)
+    found = {key: [line[key] for line in lines if key in line] for key in SHOWN}
+    print(folder.name, name, json.dumps({key: [round(value, 5) for value in values] for key, values in found.items()}), flush=True)
     return {"settings": settings, "seconds": time.perf_counter() - begin, **found}
 
 
@@ -73,6 +82,30 @@ def compare(folder: Path, one: str, other: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
+    with contextlib.chdir(folder):
+        parts = assemble(configuration.load("run.toml", list(settings)))
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+
+def steps_of(parts: RunParts, shown: Sequence[str], steps: int, *, follows: bool = False) -> Iterator[dict[str, Any]]:
+    """Metrics of each step: what it computed, its memory, and what its collectives moved. Nothing is saved. `follows`: token budgets follow
+    the memory that is measured, as in a run."""
+    config, console = parts.crew.config, Console(quiet=True, stdout=sys.stderr, terminal=False)
+    run = Run(config, parts, CheckpointStore(Path(config.run.dir), 1), Progress(), console, Loggers(console.warn))
+    for number in range(1, steps + 1):
+        console.begin_step(number)
+        begin = time.perf_counter()
+        found = run.rl_step(number) if parts.samples else run.sft_step(number)
+        if follows:
+            run._follow_memory(found)
+        yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(tuple(shown))}}
+
+
 def small(scratch: Path, found: Results) -> None:
     folder = make(scratch / "small", "small", prompts=16, samples=4)
     runs = {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}
@@ -84,11 +117,15 @@ def small(scratch: Path, found: Results) -> None:
 
 
 def large(scratch: Path, found: Results) -> None:
+    """Steps without the starts and checkpoints of runs. The first step of each run captures and compiles."""
     folder = make(scratch / "0.5B", "0.5B")
     for turn in ("first", "second"):
         for name, settings in {"one": (), "apart": (APART,)}.items():
-            found(f"0.5B/{name}, {turn}", train(folder, f"{name}-{turn}", "run.steps=5", *settings))
-    found("0.5B/apart, first", compare(folder, "one-first", "apart-first"))
+            with assembled(folder, *settings) as parts:
+                lines = list(steps_of(parts, SHOWN, 5))
+            let_go(torch.device("cuda"))
+            print(name, turn, json.dumps(lines), flush=True)
+            found(f"0.5B/{name}, {turn}", {key: [round(line[key], 5) for line in lines] for key in SHOWN if key in lines[0]})
 
 
 PARTS: dict[str, Callable[[Path, Results], None]] = {"small": small, "large": large}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,7 @@ def test_copies_are_as_what_was_copied_and_apart_from_it(tmp_path: Path) -> None
 MEMORY_OF_SAVES = """
 import gc, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from fulltilt.training.checkpoint import CheckpointStore, write_trainer
 
@@ -169,6 +172,7 @@ def test_memory_for_the_copy_goes_back_to_the_system(tmp_path: Path) -> None:
 MEMORY_REFUSED = """
 import resource, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from fulltilt.training.checkpoint import CheckpointStore, copy_to_host, write_trainer
 
@@ -778,3 +782,41 @@ def test_known_digests_are_not_computed_again(tmp_path: Path, monkeypatch: pytes
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert sorted(hashed) == sorted(files) == ["model/config.json", "model/weights.bin", "state.json", *SHARDS]
     assert find_damage(folder, 1) is None
+
+
+def test_a_file_is_flushed_in_pieces_with_a_word_after_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(checkpoint, "FLUSH_BYTES", 2**13)
+    flushed: list[tuple[int, int, int]] = []
+    flush_range = checkpoint.flush_range
+
+    def noting(descriptor: int, *piece: int) -> None:
+        flush_range(descriptor, *piece)
+        flushed.append(piece)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "flush_range", noting)
+    path, words, content = tmp_path / "file", [], bytes(range(256)) * 80
+    path.write_bytes(content)
+    found = checkpoint.hash_files(tmp_path, [path], lambda: words.append(len(flushed)))
+    assert found == {"file": (20480, hashlib.sha256(content).hexdigest())}
+    started = [(place, 2**12, checkpoint.START_FLUSH) for place in range(0, 20480, 2**12)]
+    assert flushed == started + [(place, 2**13, checkpoint.WAIT_FOR_FLUSH) for place in range(0, 20480, 2**13)]
+    assert words == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+def test_a_system_that_cannot_flush_pieces_is_no_error_but_a_disk_that_loses_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answering(number: int) -> Any:
+        def call(*args: Any) -> int:
+            ctypes.set_errno(number)
+            return -1
+
+        return lambda *args, **options: SimpleNamespace(sync_file_range=call)
+
+    for number in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        monkeypatch.setattr(ctypes, "CDLL", answering(number))
+        checkpoint.flush_range(1, 0, 1, checkpoint.WAIT_FOR_FLUSH)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: SimpleNamespace())
+    checkpoint.flush_range(1, 0, 1, checkpoint.WAIT_FOR_FLUSH)
+    monkeypatch.setattr(ctypes, "CDLL", answering(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        checkpoint.flush_range(1, 0, 1, checkpoint.WAIT_FOR_FLUSH)

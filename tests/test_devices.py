@@ -42,6 +42,7 @@ ModelFolders = Callable[[str], Path]
 Pool = devices.Pool
 
 TOLERANCE = 1e-9  # largest difference of gradients, relative to the largest gradient
+LOSSES = ("actor/pg_loss", "actor/kl_loss", "critic/vf_loss", "train/loss", "val/loss")
 DOUBLE = "model.dtype=float64"
 QUIET = ("run.eval_before=false", "run.eval_every=0")
 ONE_STEP = (DOUBLE, *QUIET, "run.steps=1", "run.save_every=0")
@@ -118,7 +119,10 @@ def assert_same_gradients(found: devices.Noted, expected: devices.Noted, toleran
     return largest
 
 
-def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6, absolute: float = 1e-9) -> None:
+def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6, absolute: float = 1e-9, *, rounds: bool = False) -> None:
+    """Losses must agree to 1e-9, unless the model `rounds`: its routers or norms of heads compute in float32 whatever its type, and
+    workers that divide them sum in another order. Other metrics, some of which are float32 too, must agree to within `tolerance`, or
+    `absolute` near zero."""
     mine, theirs = (
         [{name: value for name, value in line.items() if not name.startswith(DEALT)} for line in runs.metrics(each)]
         for each in (found, expected)
@@ -126,13 +130,17 @@ def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6, ab
     assert [line.keys() for line in mine] == [line.keys() for line in theirs]
     for one, other in zip(mine, theirs, strict=True):
         assert one == pytest.approx(other, rel=tolerance, abs=absolute)
+        losses = [{name: value for name, value in line.items() if name in LOSSES} for line in (one, other)]
+        assert rounds or losses[0] == pytest.approx(losses[1], rel=TOLERANCE, abs=1e-12)
 
 
-def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *overrides: str, absolute: float = 1e-9) -> devices.Noted:
-    """`absolute`: by how much metrics near zero may differ."""
+def assert_same_run(
+    pool: Pool, folder: Path, workers: int, expected: Path, *overrides: str, absolute: float = 1e-9, rounds: bool = False
+) -> devices.Noted:
+    """`absolute` and `rounds`: as `assert_same_metrics` takes them."""
     _, noted = pool.train(folder, workers, *overrides)
     assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")  # tokens, texts and scores
-    assert_same_metrics(folder, expected, absolute=absolute)
+    assert_same_metrics(folder, expected, absolute=absolute, rounds=rounds)
     assert len(set(noted.digests)) == 1, "the workers' parameters differ"
     for weights, whole in zip(noted.sampled_from, noted.parameters, strict=True):
         assert weights is None or same_bits(weights, whole), "the engine has other weights than the trainer"
@@ -178,6 +186,16 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     largest = assert_same_gradients(noted, expected)
     print(f"{case}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+    assert_times_of_workers(runs.metrics(folder)[-1])
+    assert not any(name.startswith("timing_s/workers/") for name in runs.metrics(expected_folder)[-1])
+
+
+def assert_times_of_workers(line: dict[str, float]) -> None:
+    """For every phase that the step had in which several workers compute, of the slowest one and on average."""
+    phases = [name for name in ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic") if f"timing_s/{name}" in line]
+    for name in phases:
+        assert 0 < line[f"timing_s/workers/{name}/mean"] <= line[f"timing_s/workers/{name}/max"] <= line[f"timing_s/{name}"]
+    assert ("gen" in phases) == ("rollout/time_spread" in line) and line.get("rollout/time_spread", 1) >= 1
 
 
 # -- shards that are not on the device all the time ---------------------------------------------------------------------------------------

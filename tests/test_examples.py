@@ -78,11 +78,11 @@ def blocks(kind: str) -> list[Any]:
 
 
 def commands() -> list[Any]:
-    """Every command line of a shell block, and every `fulltilt ...` inside a sentence or a table."""
+    """Every command line of a shell block, and every `fulltilt ...` inside a sentence or a table, also behind an environment variable."""
     found = {(block.page, line) for block in BLOCKS if block.kind == "sh" for line in block.text.splitlines() if line.strip()}
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        found |= {(page, line) for line in re.findall(r"`(fulltilt [^`\n]+)`", text)}
+        found |= {(page, line) for line in re.findall(r"`((?:[A-Z_]+=\S+ )?fulltilt [^`\n]+)`", text)}
     return [pytest.param(line, id=f"{page}: {line}") for page, line in sorted(found)]
 
 
@@ -185,7 +185,8 @@ def test_every_python_block_compiles(block: Block) -> None:
 
 @pytest.mark.parametrize("line", commands())
 def test_every_command_exists(line: str, there: Path) -> None:
-    program, *arguments = [word for word in shlex.split(line, comments=True) if not word.startswith("[")]
+    words = [word for word in shlex.split(line, comments=True) if not word.startswith("[")]
+    program, *arguments = words[1:] if re.fullmatch(r"[A-Z_]+=\S+", words[0]) else words
     if program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     elif program == "python":
@@ -273,7 +274,7 @@ def test_every_example_trains(path: str, small_models: Path) -> None:
     assert (small_models / config.run.dir / "checkpoints" / "step-00000002" / "model").is_dir()
 
 
-OF_SEVERAL_WORKERS = r"communication/|driver/|sync/|memory_spread_gib/|timing_s/workers/|\w+/load_spread$"
+OF_SEVERAL_WORKERS = r"communication/|driver/|sync/|memory_spread_gib/|timing_s/workers/|\w+/load_spread$|rollout/time_spread$"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ The four processes of the pool of workers serve all (tests/devices.py): two work
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_experts import adapted_experts, inputs, make_experts
-from test_tensor_parallel import MICRO_BATCHES, STACKED, TOLERANCE, Case, Found, build, finish, learn, micro_batch
+from test_tensor_parallel import MICRO_BATCHES, STACKED, TOLERANCE, Case, Found, build, finish, learn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fulltilt.model import experts
@@ -27,7 +27,6 @@ from fulltilt.parallel.cuts import Cut, even, legal_expert_sizes, require_legal_
 from fulltilt.parallel.experts import ExpertSplit, expert_table, split_experts
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import MicroBatch, UserError
-from fulltilt.rollout.decode import refuse_waits
 from fulltilt.shape import SHAPES, Shape
 from fulltilt.training.roles import FILLER, Policy
 
@@ -61,10 +60,9 @@ class LayerCase:
     dtype: str = "float64"
     adapters: bool = False
     gradient: bool = True
-    equal: bool = False  # all workers have equally many tokens, and the host does not count
 
     def __str__(self) -> str:
-        return ", ".join([self.kind, self.route, self.dtype, *(name for name in ("adapters", "gradient", "equal") if getattr(self, name))])
+        return ", ".join([self.kind, self.route, self.dtype, *(name for name in ("adapters", "gradient") if getattr(self, name))])
 
 
 def routes(name: str) -> list[torch.Tensor]:
@@ -73,7 +71,6 @@ def routes(name: str) -> list[torch.Tensor]:
     known = torch.tensor([0, 1, 3, 4, 5])
     mixed = torch.stack([known[torch.randperm(5, generator=random)[:2]] for _ in range(40)])
     return {
-        "equal": [mixed[:20], mixed[20:]],
         "unequal": [mixed[:33], mixed[33:]],
         "one expert": [torch.full((13, 1), 4), torch.full((7, 1), 4)],
         "all alike": [torch.tensor([[5, 0]]).repeat(20, 1)] * 2,
@@ -118,21 +115,11 @@ class ExpertWorker:
         norms = torch.stack([torch.zeros((), dtype=torch.float64), *(part.double().norm() for part in counted)])
         return Learned(found.numbers, found.gradients, made.ranks.norm(norms.norm()))
 
-    def infer(self, case: ExpertCase, micro_batches: Sequence[MicroBatch], equal: bool) -> list[np.ndarray]:
+    def infer(self, case: ExpertCase) -> np.ndarray:
         """Log-probs of one of the micro-batches, without gradients."""
-        made, every = self.split(case), self.all[case.ranks]
-        policy = Policy("actor", made.model, 0.8)  # type: ignore[arg-type]
+        policy = Policy("actor", self.split(case).model, 0.8)  # type: ignore[arg-type]
         with torch.no_grad():
-            if not equal:
-                return [policy.run(micro_batches[every.rank])[0].numpy()]
-            before = made.exchange.waits
-            with made.equal_tokens():
-                moved = made.ranks.moved["all-to-all"]
-                assert before and not made.exchange.waits
-                found = policy.run(micro_batches[every.rank])[0].numpy()
-                assert made.ranks.moved["all-to-all"] == moved
-            assert made.exchange.waits
-            return [found, policy.run(micro_batches[every.rank])[0].numpy()]
+            return policy.run(MICRO_BATCHES[self.all[case.ranks].rank])[0].numpy()
 
     def parts(self, case: ExpertCase) -> dict[str, Any]:
         """This worker's parameters, and what passes show of it."""
@@ -153,13 +140,10 @@ class ExpertWorker:
 
     def layer(self, case: LayerCase) -> list[torch.Tensor]:
         members, holder = self.groups(2, 2)[0], hold(case)
-        made = split_experts(holder, members)
+        split_experts(holder, members)
         tokens, chosen, shares, of_out = layer_inputs(holder, case)
         counts = [len(own) for own in routes(case.route)]
         own = members.rank
-        if case.equal:
-            with made.equal_tokens():
-                return run_layer(holder, tokens.split(counts)[own], chosen.split(counts)[own], shares.split(counts)[own], None)
         return run_layer(
             holder, tokens.split(counts)[own], chosen.split(counts)[own], shares.split(counts)[own],
             of_out.split(counts)[own] if case.gradient else None,
@@ -256,7 +240,7 @@ LAYER_TOLERANCE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 2e-2}  # of th
 SHORT_LAYERS = [
     LayerCase("qwen3-moe", "unequal"), LayerCase("gpt-oss", "unequal", "float32", adapters=True),
     LayerCase("mixtral", "one expert", "float32"), LayerCase("nemotron-h", "no token on a worker", "float32"),
-    LayerCase("gpt-oss", "equal", "float32", adapters=True, gradient=False, equal=True),
+    LayerCase("gpt-oss", "unequal", "float32", adapters=True, gradient=False),
 ]  # fmt: skip
 LAYERS = [
     *[LayerCase(kind, route, dtype, adapters) for kind in ("qwen3-moe", "gpt-oss", "nemotron-h", "odd widths")
@@ -264,9 +248,6 @@ LAYERS = [
       for dtype in ("float64", "float32") for adapters in (False, True)],
     *[LayerCase("mixtral", route, "bfloat16", adapters) for route in ("unequal", "one expert") for adapters in (False, True)],
     *[LayerCase(kind, "unequal", "float32", gradient=False) for kind in ("qwen3-moe", "gpt-oss")],
-    *[LayerCase(kind, route, dtype, adapters, gradient=False, equal=True)
-      for kind in ("qwen3-moe", "gpt-oss", "nemotron-h", "odd widths") for route in ("equal", "all alike")
-      for dtype in ("float64", "float32", "bfloat16") for adapters in (False, True)],
 ]  # fmt: skip
 
 
@@ -407,31 +388,25 @@ def test_workers_hold_their_experts_and_count_what_they_send(
 
 # ---- without gradients -------------------------------------------------------------------------------------------------------------------
 
-EQUAL = [micro_batch(lengths, seed) for seed, lengths in enumerate([(11, 9), (20,), (3, 17), (10, 10)])]
-
 
 @pytest.mark.parametrize(
-    ("case", "equal"),
+    "case",
     [
-        (ExpertCase("qwen3-moe", 4, dtype="float32"), True),
-        (ExpertCase("mixtral", 2, workers=4, dtype="float32"), False),
+        ExpertCase("mixtral", 2, workers=4, dtype="float32"),
         *[
-            pytest.param(ExpertCase(family, size, workers=4, dtype=dtype, adapters=adapters), equal, marks=pytest.mark.matrix)
+            pytest.param(ExpertCase(family, size, workers=4, dtype=dtype, adapters=adapters), marks=pytest.mark.matrix)
             for family in ("qwen3-moe", "mixtral", "qwen2-moe") for size in (2, 4) for dtype in ("float32", "float64")
-            for adapters in ((), ONLY_EXPERTS) for equal in (False, True)
+            for adapters in ((), ONLY_EXPERTS)
         ],
     ],
     ids=str,
 )  # fmt: skip
-def test_logprobs_without_gradients(pool: devices.Guests, case: ExpertCase, equal: bool) -> None:
-    micro_batches = EQUAL if equal else MICRO_BATCHES
+def test_logprobs_without_gradients(pool: devices.Guests, case: ExpertCase) -> None:
     policy = Policy("actor", build(case), 0.8)
     with torch.no_grad():
-        expected = [policy.run(micro)[0].numpy() for micro in micro_batches]
-    for rank, found in enumerate(call(pool, "infer", case.ranks, case, micro_batches, equal)):
-        assert len(found) == 1 + equal
-        for numbers in found:
-            assert np.allclose(numbers, expected[rank], rtol=0, atol=TOLERANCE[case.dtype])
+        expected = [policy.run(micro)[0].numpy() for micro in MICRO_BATCHES]
+    for rank, found in enumerate(call(pool, "infer", case.ranks, case)):
+        assert np.allclose(found, expected[rank], rtol=0, atol=TOLERANCE[case.dtype])
 
 
 # ---- graphs ------------------------------------------------------------------------------------------------------------------------------
@@ -455,49 +430,11 @@ def test_counts_on_the_host_keep_a_layer_out_of_a_graph() -> None:
     assert why_not_captured(model) is None
 
 
-@pytest.fixture
-def alone(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A group of this process alone."""
-    dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
-    yield Ranks(0, 1, dist.group.WORLD)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("alone", "device"), [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)], indirect=["alone"], ids=["cpu", "gpu"]
-)
-@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
-def test_a_layer_whose_collectives_are_captured(alone: Ranks, device: str, adapters: bool) -> None:
-    """A group of one, whose collectives run all the same. A graph holds a layer, and replays it with tokens that go to other experts."""
-    case = LayerCase("qwen3-moe", "equal", "bfloat16", adapters)
-    plain, holder = hold(case).to(device), hold(case).to(device)
-    tokens, chosen, shares, of_out = (given.to(device) for given in layer_inputs(holder, case))
-    expected = run_layer(plain, tokens, chosen, shares, of_out)
-    made = split_experts(holder, alone)
-    assert all(torch.equal(one, other) for one, other in zip(run_layer(holder, tokens, chosen, shares, of_out), expected, strict=True))
-    given = [torch.zeros_like(tokens), torch.zeros_like(chosen), torch.zeros_like(shares)]
-    with torch.no_grad(), made.equal_tokens():
-        out = holder.experts(*given)
-        if device == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with refuse_waits():
-                holder.experts(*given)
-            with torch.cuda.graph(graph):
-                out = holder.experts(*given)
-        for mine, right in zip(given, (tokens, chosen, shares), strict=True):
-            mine.copy_(right)
-        if device == "cuda":
-            graph.replay()
-        else:
-            out = holder.experts(*given)
-    torch.testing.assert_close(out, expected[0], rtol=0, atol=LAYER_TOLERANCE["bfloat16"] * float(expected[0].abs().max()))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_without_an_expert_have_no_results_and_no_gradients(device: str, dtype: str) -> None:
     """Alone, and behind those of experts. Memory that torch leaves as it is in products has no numbers here."""
-    holder = hold(LayerCase("gpt-oss", "equal", dtype)).to(device)
+    holder = hold(LayerCase("gpt-oss", "unequal", dtype)).to(device)
     chosen = torch.tensor([6, 4, 6, 0, 6]).to(device)
     for number in (chosen, chosen[:1]):
         holder.zero_grad()

@@ -84,7 +84,7 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     one, folder = (runs.make(tmp_path / name, model_folders(family), tables) for name in ("one", "folder"))
     _, expected = pool_of_devices.train(one, 1, *ONE_STEP, *overrides)
     own = (*ONE_STEP, *overrides, *settings)
-    noted = assert_same_run(pool_of_devices, folder, workers, one, *own, absolute=1e-7 if rounds else 1e-9)
+    noted = assert_same_run(pool_of_devices, folder, workers, one, *own, absolute=1e-7 if rounds else 1e-9, rounds=rounds)
     largest = assert_same_gradients(noted, expected, 2e-6 if rounds else TOLERANCE)  # sft-experts: 1.03e-6
     print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < (1e-5 if rounds else 1e-6)
@@ -117,7 +117,7 @@ def test_rollouts_divided_in_any_way_have_the_samples_of_one_process(
     pool_of_devices.train(one, 1, *own)
     _, noted = pool_of_devices.train(folder, workers, *own, *TRAINERS[trainer], *ENGINES[engine])
     assert responses(folder) == responses(one)
-    assert_same_metrics(folder, one, tolerance=1e-5, absolute=1e-6)  # routers round, so the first update differs a little
+    assert_same_metrics(folder, one, tolerance=1e-5, absolute=1e-6, rounds=True)  # routers do, so the first update differs a little
     assert len(set(noted.digests)) == 1
 
 
@@ -216,7 +216,7 @@ def test_saved_under_one_layout_and_resumed_under_others(
         assert_parts_of(before, noted.restored)
         assert len(set(noted.digests)) == 1
         if exact:
-            assert_same_metrics(folder, expected, absolute=1e-7)
+            assert_same_metrics(folder, expected, absolute=1e-7, rounds=True)  # routers do
             found, whole = saved_tensors(folder, 2), saved_tensors(expected, 2)
             assert found.keys() == whole.keys()
             for kind in ("exp_avg/", "exp_avg_sq/"):
@@ -232,7 +232,11 @@ REFUSED = {
     ),
     "four of six": ("qwen3-moe", ("cluster.workers=6", FOUR), r"4 does not divide the 6 workers of the run. Use 1 or 2$"),
     "no experts": ("qwen2", ("cluster.workers=2", TWO), r"train.expert_parallel: 2 .*: the model has no experts. Use 1$"),
-    "shared out": ("qwen3-moe", ("cluster.workers=4", TWO, "train.shard=hybrid", "train.shard_size=2"), r'and it is "hybrid"'),
+    "shared out": (
+        "qwen3-moe",
+        ("cluster.workers=4", TWO, "train.shard=hybrid", "train.shard_size=2"),
+        r'"hybrid": its groups must be copies .* Remove one',
+    ),
     "other layers": (
         "qwen3-moe",
         ("cluster.workers=4", TWO, "train.tensor_parallel=4"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,10 +19,13 @@ import torch
 from fulltilt import config as configuration
 from fulltilt.observe.metrics import MetricsFile
 from fulltilt.observe.utilization import GpuUtilization
+from fulltilt.parallel.layout import Sharding
 from fulltilt.plan import Plan, plan_of
 from fulltilt.records import UserError
 from fulltilt.schema import Config, to_toml
-from fulltilt.shape import Shape
+from fulltilt.shape import Recompute, Shape
+from fulltilt.tune import command
+from fulltilt.tune.changes import moved
 from fulltilt.tune.explain import Explanation, explain
 from fulltilt.tune.predict import PREDICTED, Predictor, UsedDevices, describe_run, read_plan, read_shape, saved_facts
 from fulltilt.tune.shapes import named_shape
@@ -150,9 +154,9 @@ def test_recompute_is_found_where_there_is_memory(tmp_path: Path) -> None:
     seconds = as_predicted(case) | {"gen": 0.1}
     found = explain(case.write(tmp_path, seconds))
     best = found.best
-    assert best and best.setting == "train.recompute=none" and 0.1 < best.share < 0.35
+    assert best and best.setting == "train.recompute=auto" and 0.1 < best.share < 0.35
     assert found.steps == (2, 3) and found.seconds == pytest.approx(sum(seconds.values()))
-    assert "what would help most: train.recompute=none (layers are not computed again; " in told(found)
+    assert 'what would help most: train.recompute=auto (left to auto, which chooses "none"; ' in told(found)
     assert "more memory in update-actor)" in told(found)
     # With a measured peak that leaves no room, it is no advice.
     full = explain(case.write(tmp_path / "full", seconds, {"memory_gib/update_actor/peak": 138.0}))
@@ -162,7 +166,7 @@ def test_recompute_is_found_where_there_is_memory(tmp_path: Path) -> None:
 def test_a_rollout_without_graphs_is_bound_by_launches(tmp_path: Path) -> None:
     case = Case.of("rollout.cuda_graphs=false", shape="Qwen2.5-0.5B")
     found = explain(case.write(tmp_path, as_predicted(case)))
-    assert found.best and found.best.setting == "rollout.cuda_graphs=true"
+    assert found.best and found.best.setting == "rollout.cuda_graphs=auto"
     assert max(found.phases, key=lambda phase: phase.seconds).name == "rollout"
 
 
@@ -180,15 +184,65 @@ def test_slow_rewards_are_found(tmp_path: Path) -> None:
 def test_offloading_validation_and_samples_that_wait(tmp_path: Path) -> None:
     case = Case.of("train.offload_optimizer=true", shape="Qwen2.5-3B")
     found = explain(case.write(tmp_path / "offload", as_predicted(case) | {"gen": 0.1}))
-    assert found.best and found.best.setting == "train.offload_optimizer=false"
+    assert found.best and found.best.setting == "train.offload_optimizer=auto"
     case = Case.of("run.eval_every=1", "data.val=val.jsonl")
     found = explain(case.write(tmp_path / "eval", as_predicted(case) | {"testing": 100.0}))
     assert found.best and (found.best.setting, found.best.seconds) == ("run.eval_every=2", pytest.approx(50.0))
     case = Case.of("rollout.max_seqs=32")
     found = explain(case.write(tmp_path / "waits", as_predicted(case), {"rollout/most_waiting": 480}))
-    assert found.best and found.best.setting.startswith("rollout.max_seqs=64")
+    assert found.best and found.best.setting == "rollout.max_seqs=auto"
     alone = explain(case.write(tmp_path / "alone", as_predicted(case)))  # none has waited
     assert all("max_seqs" not in own.setting for own in alone.changes)
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "setting", "why"),
+    [
+        ("train.fused_layers=false", "train.fused_layers=auto", "left to auto, which chooses true"),
+        ("train.fused_head=false", "train.fused_head=true", "left to auto, which chooses true"),
+        ("train.head_recompute=true", "train.head_recompute=auto", "left to auto, which chooses false"),
+        ("actor.token_budget=512", "actor.token_budget=auto", "left to auto, which chooses 16384"),
+        ("rollout.release_memory=true", None, ""),  # as auto has it
+    ],
+)
+def test_a_knob_set_by_hand_is_left_to_auto_where_that_is_faster(tmp_path: Path, by_hand: str, setting: str | None, why: str) -> None:
+    case = Case.of(by_hand)
+    found = explain(case.write(tmp_path, as_predicted(case) | {"gen": 0.1}))
+    if setting is None:
+        assert all(not own.setting.startswith(by_hand.partition("=")[0]) or own.setting.endswith("=false") for own in found.changes)
+    else:
+        first = found.changes[0]
+        assert first.setting == setting and first.why.startswith(why), found.changes
+        configuration.parse(tomllib.loads(to_toml(case.config)), first.setting.split(), here=False)
+
+
+def test_several_knobs_set_by_hand_are_left_to_auto_together_where_one_alone_helps_less(tmp_path: Path) -> None:
+    case = Case.of("rollout.max_seqs=32", "rollout.kv_bytes=1000000000")
+    best = explain(case.write(tmp_path, as_predicted(case), {"rollout/most_waiting": 480})).best
+    assert best and set(best.setting.split()) == {"rollout.max_seqs=auto", "rollout.kv_bytes=auto"}
+
+
+def test_the_advice_is_that_of_the_plan(tmp_path: Path) -> None:
+    """Where a run went as predicted, the change of one knob that the plan says gains most is the one that the doctor names."""
+    case = Case.of(shape="Qwen2.5-7B", devices=replace(H200, workers=8), sharding=Sharding(workers=8))
+    report = command.planned_config(case.config, "8xH200", "Qwen2.5-7B", LENGTHS["response_length/mean"])
+    faster = {knob: own for knob, own in report.runners_up.items() if own.faster(report.seconds.total)}
+    found = explain(case.write(tmp_path, as_predicted(case)))
+    named = {own.setting.partition("=")[0] for own in found.changes}
+    assert faster and faster.keys() <= named, (faster.keys(), named)
+    best = min(faster, key=lambda knob: faster[knob].order)
+    assert found.best and found.best.setting.startswith(f"{best}="), found.changes
+    assert any(line.startswith(f"most would be gained, by these models, with {best} = ") for line in report.lines())
+
+
+def test_what_a_run_does_otherwise_than_planned_stays_as_it_is() -> None:
+    """Only what two plans differ in is changed: here the plan without recompute, in a run whose budget was lowered."""
+    case = Case.of("train.recompute=full")
+    run = describe_run(case.config, case.shape, case.devices, case.plan)
+    lowered = replace(run, batch=replace(run.batch, token_budget=4096))
+    after = replace(run, recompute=Recompute(), engine=replace(run.engine, memory_share=run.engine.memory_share / 2))
+    assert moved(lowered, run, after) == replace(after, batch=lowered.batch)
+    assert moved(lowered, run, run) is lowered
 
 
 def test_nothing_helps_a_run_that_is_well(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
-from fulltilt.plan import Facts, decode_bytes, make_plan
+from fulltilt.plan import Facts, decode_bytes, make_plan, pass_bytes
 from fulltilt.records import LossSums, MiniBatch, UserError
 from fulltilt.rollout import runner as runner_file
 from fulltilt.rollout.collect import collect
@@ -392,15 +392,19 @@ def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
 
 def test_the_cache_leaves_room_for_decoding_and_for_an_update_beside_it(folder: Path) -> None:
     def blocks(*overrides: str, **changes: int) -> int:
-        config = runs.read_config(folder, "rollout.max_seqs=4096", *overrides)
+        config = runs.read_config(folder, "rollout.max_seqs=4096", "rollout.max_batched_tokens=4096", *overrides)
         return make_plan(config, plans.facts(**changes)).budgets.kv_blocks
 
     assert blocks() == int(0.85 * 10**9) // 16000
+    of_prompts = pass_bytes(plans.facts(), 16384)
+    assert of_prompts > 0.15 * 10**9 and blocks("rollout.max_batched_tokens=16384") == (10**9 - of_prompts) // 16000
     assert blocks(decode_bytes=4 * 10**8) == 51 * 10**7 // 16000
     assert blocks("rollout.release_memory=true") == blocks()
     assert blocks("rollout.release_memory=false") == 5 * 10**8 // 16000
     assert blocks("rollout.memory_fraction=0.5", decode_bytes=4 * 10**8) == 5 * 10**8 // 16000  # as it was asked for
-    with pytest.raises(UserError, match=r"953.7 MiB free on this device, 953.7 MiB of them for decoding, gives 0 blocks"):
+    with pytest.raises(
+        UserError, match=r"953.7 MiB free on this device, 953.7 MiB of them for decoding and [\d.]+ MiB for a pass over prompts, gives 0"
+    ):
         blocks(decode_bytes=10**9)
 
 

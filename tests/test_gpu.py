@@ -140,6 +140,31 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
 
 
+@pytest.mark.parametrize("moment", ["before", "inside"])
+def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str, model_folders) -> None:
+    """`inside`: while the device records, which leaves an invalid capture behind. Samples are those of an engine with enough memory."""
+    folder = model_folders("qwen2")
+    model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
+    prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
+    found = []
+    for enough in (True, False):
+        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 64, cuda_graphs=True))
+        step, decoder = engine.decoder._step, engine.decoder
+
+        def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
+            step(size, restricted)
+            if size > 2 and not enough and (moment == "before" or torch.cuda.is_current_stream_capturing()):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        decoder._step = run_out
+        groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+        limits = engine.take_limits()
+        assert decoder.captures > 0 and decoder.eager_reason is None
+        assert (limits.max_seqs, len(limits.failures)) == ((8, 0) if enough else (2, 2))
+        found.append([sample.ids.tolist() for group in groups for sample in group.samples])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("hidden", "inner", "heads", "key_heads"),
     [(896, 4864, 14, 2), (1536, 8960, 12, 2), (3584, 18944, 28, 4)],
@@ -184,16 +209,21 @@ def group_of_one() -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", ["qwen3", *A_FEW])
-def test_graphs_hold_the_collectives_of_a_tensor_parallel_group(family: str, group_of_one: Ranks, model_folders) -> None:
-    """A group of one computes what the plain model does, by the same kernels on the same numbers, with its collectives in between."""
+@pytest.mark.parametrize(
+    ("family", "whole_experts"), [*((family, False) for family in ("qwen3", *A_FEW)), ("qwen3-moe", True), ("mixtral", True)]
+)
+def test_graphs_hold_the_collectives_of_a_tensor_parallel_group(
+    family: str, whole_experts: bool, group_of_one: Ranks, model_folders
+) -> None:
+    """A group of one computes what the plain model does, by the same kernels on the same numbers, with its collectives in between. With
+    `whole_experts`, as in runs with `rollout.expert_parallel`, the rows of a product do not depend on what routers choose."""
     folder = model_folders(family)
     random = np.random.default_rng(1)
     prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(1, 60))), text="") for i in range(12)]
     limits = EngineLimits(1000, 16, 256, 4096, cuda_graphs=True, graphs_required=True)
     plain, divided = (load_model(ModelConfig(path=str(folder), dtype="bfloat16"), GPU) for _ in range(2))
     layers, moved = verify(plain), group_of_one.moved
-    split(divided, group_of_one)
+    split(divided, group_of_one, whole_experts=whole_experts)
     for model in (plain, divided):
         fuse_and_compare(model)
     tokenizer, ends = models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer())

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,11 +19,11 @@ from typer.testing import CliRunner
 from fulltilt.algo.build import build
 from fulltilt.cli import app
 from fulltilt.config import parse
-from fulltilt.hardware import ACCELERATORS, Cluster, accelerator
+from fulltilt.hardware import ACCELERATORS, Accelerator, Cluster, accelerator
 from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
 from fulltilt.settings import algorithm_settings
-from fulltilt.shape import Recompute, Shape
+from fulltilt.shape import SHAPES, Recompute, Shape
 from fulltilt.tune import command, constants, tables
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
@@ -30,7 +31,7 @@ from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
 from fulltilt.tune.own import reads_old
 from fulltilt.tune.report import PlanReport, report_of
-from fulltilt.tune.shapes import PUBLISHED, find_shape, named_shape
+from fulltilt.tune.shapes import PUBLISHED, find_shape, name_of, named_shape
 from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
 from fulltilt.tune.time_model import pass_seconds, seconds_of, update_passes, update_seconds
 
@@ -163,7 +164,7 @@ def test_headers_and_cells_are_read_however_they_are_written(tmp_path: Path) -> 
     assert latent.cluster.gpus == 256 and round(parameters(latent.shape).total / 1e9) == 671
     assert [why.partition(":")[0] for why in table.skipped] == ["line 5", "line 6"] and "not known" in table.skipped[0]
     for own in predict(table):
-        assert own.times["step"] > own.times["update_actor"] > 0 and own.memory.phases["update"].total > 0
+        assert own.times["step"] > own.times["update_actor"] > 0 and own.memory.phases["update-actor"].total > 0
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,8 @@ def test_the_command_predicts_tables() -> None:
     assert code == 0 and len(found["rows"]) == 13 and found["errors"]["update_actor"]["rows"] == 9
     row = found["rows"][0]
     assert row["number"] == "2" and row["fits"] and row["measured"]["update_actor"] == 102.0 and row["predicted"]["update_actor"] > 0
-    assert set(row["memory"]) == {"rollout", "sync", "logprob", "update"} and row["memory"]["update"]["gradients"] > 7e9
+    assert set(row["memory"]) == {"rollout", "sync", "old-logprob", "ref-logprob", "update-actor"}
+    assert row["memory"]["update-actor"]["gradients"] > 7e9
     code, out = plan("--table", PUBLISHED_TABLES / f"{GRPO}.csv", "--hardware", "H100-20GB", "--json")
     assert code == 0 and not any(row["fits"] for row in json.loads(out)["rows"])
 
@@ -221,7 +223,7 @@ def test_the_command_predicts_a_description(tmp_path: Path) -> None:
     path.write_text('[model]\nshape = "Qwen2.5-7B"\n[hardware]\ngpus = "8xH100"\n[train]\nlayout = "tp4"\ntoken_budget = 20480\n')
     assert plan("--describe", path)[0] == 0 and plan("--describe", path, "--hardware", "8xH100-20GB")[0] == 3
     told = json.loads(plan("--describe", path, "--shape", "Qwen2.5-72B", "--response-tokens", 500, "--json")[1])
-    assert not told["fits"] and told["remedies"] and told["memory"]["update"]["total"] > told["memory"]["update"]["limit"]
+    assert not told["fits"] and told["remedies"] and told["memory"]["update-actor"]["total"] > told["memory"]["update-actor"]["limit"]
 
 
 RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
@@ -241,7 +243,7 @@ def test_adapters_take_the_memory_of_what_they_train(tmp_path: Path) -> None:
     adapted = planned(tmp_path, "lora.rank=16", "algorithm.kl_coef=0.01", hardware="1xA100-40GB")
     assert adapted.fits and not planned(tmp_path, hardware="1xA100-40GB").fits
     count = Shape.named("7B").lora_parameters(16, "all-linear")
-    update = adapted.memory.phases["update"].kinds
+    update = adapted.memory.phases["update-actor"].kinds
     assert update["gradients"] == 4 * count and update["optimizer"] == 12 * count and update["reference"] == 0
     products = [update_seconds(run_of(trained=own)).causes["products"] for own in (count, None)]
     assert products[0] / products[1] == pytest.approx(2 / 3)  # no gradients of frozen weights
@@ -256,7 +258,7 @@ def test_micro_batches_by_samples_and_activations_on_the_host_are_planned(tmp_pa
     assert (by_samples.forward_token_budget, by_samples.forward_micro_batch) == (None, 3)
     assert planned(tmp_path, "train.offload_activations=true").run.offload_activations
     base, away = run_of(system=FULLTILT), run_of(system=FULLTILT, offload_activations=True)
-    assert memory_of(away).phases["update"].total < memory_of(base).phases["update"].total
+    assert memory_of(away).phases["update-actor"].total < memory_of(base).phases["update-actor"].total
     slow = replace(away, cluster=replace(away.cluster, gpu=replace(away.gpu, host_link=1e9)))
     assert update_seconds(slow).causes["offload"] > 0 == update_seconds(base).causes.get("offload", 0)
 
@@ -264,8 +266,8 @@ def test_micro_batches_by_samples_and_activations_on_the_host_are_planned(tmp_pa
 def test_epochs_rounds_and_old_logprobs_are_counted_as_the_algorithm_has_them(tmp_path: Path) -> None:
     once, twice = planned(tmp_path), planned(tmp_path, "algorithm.epochs=2")
     assert twice.seconds.update.total == pytest.approx(2 * once.seconds.update.total)
-    assert not once.seconds.old_logprob.causes and "logprob" not in once.memory.phases  # one optimizer step: nothing has moved
-    assert twice.seconds.old_logprob.total > 0 and "logprob" in twice.memory.phases
+    assert not once.seconds.old_logprob.causes and "old-logprob" not in once.memory.phases  # one optimizer step: nothing has moved
+    assert twice.seconds.old_logprob.total > 0 and "old-logprob" in twice.memory.phases
     for override in ("algorithm.reward_kl_coef=0.1", "algorithm.minibatches_per_step=2", "algorithm.advantage=optimal_token_baseline"):
         assert planned(tmp_path, override).seconds.old_logprob.total > 0, override
     assert not planned(tmp_path, "algorithm.minibatches_per_step=2", "algorithm.importance_level=bypass").run.old_logprobs
@@ -350,17 +352,17 @@ def test_parameters_gradients_and_states_are_divided_as_the_layout_says() -> Non
 
 
 def test_what_a_setting_saves_is_seen() -> None:
-    base = memory_of(run_of()).phases["update"].total
+    base = memory_of(run_of()).phases["update-actor"].total
     for change in (
         {"recompute": Recompute("full")},
         {"fused_head": True, "recompute": Recompute("full")},
         {"layout": TrainLayout(tensor=4)},
         {"batch": replace(run_of().batch, token_budget=8192)},
     ):
-        assert memory_of(run_of(**change)).phases["update"].total < base, change
+        assert memory_of(run_of(**change)).phases["update-actor"].total < base, change
     assert memory_of(run_of(reference=True)).phases["rollout"].total > memory_of(run_of()).phases["rollout"].total
     offloaded = run_of(offload_params=True, offload_grads=True, offload_optimizer=True)
-    assert memory_of(offloaded).phases["rollout"].kinds["gradients"] == 0 < memory_of(offloaded).phases["update"].kinds["gradients"]
+    assert memory_of(offloaded).phases["rollout"].kinds["gradients"] == 0 < memory_of(offloaded).phases["update-actor"].kinds["gradients"]
     assert in_flight(run_of(layout=TrainLayout(pipeline=4))) == 4 < in_flight(run_of(layout=TrainLayout(pipeline=4, virtual=2)))
     small = run_of(engine=EngineDescription(memory_share=0.1))
     assert not memory_of(small).engine_starts and "KV cache" in memory_of(small).reasons[0]
@@ -429,7 +431,7 @@ def test_a_description_is_read_and_mistakes_are_refused() -> None:
         ("train", "layout", "xp4", "xp is unknown"),
         ("train", "recomputed", 1, "unknown key recomputed"),
         ("rollout", "parts", 1, "unknown key parts"),
-        ("hardware", "gpus", "8xH900", "unknown. Known are"),
+        ("hardware", "gpus", "8xH900", r"H900 is not in the hardware table, and flops, hbm, host_link, gpu_link and network are missing"),
         ("model", "shape", "nothing-7Q", "neither a folder"),
         ("train", "layout", "tp3", "8 GPUs cannot be divided"),
     ):
@@ -443,6 +445,7 @@ SIZES = {
     "Qwen2.5-3B": 3.09, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-72B": 72.71, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72,
     "Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "Qwen3-14B": 14.77, "Qwen3-32B": 32.76, "Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.09,
     "Llama-3-8B": 8.03, "Llama-3-70B": 70.55, "Llama-3-405B": 405.85, "Mixtral-8x7B": 46.7, "DeepSeek-V3": 671.0,
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
 }  # fmt: skip
 
 
@@ -457,10 +460,37 @@ def test_named_shapes_have_the_published_number_of_parameters() -> None:
         ("qwen2.5 7b math", "Qwen2.5-7B"), ("Qwen/Qwen2.5-Math-7B-Instruct", "Qwen2.5-7B"), ("grpo_qwen2.5_7b", "Qwen2.5-7B"),
         ("qwen3-30b", "Qwen3-30B-A3B"), ("meta-llama/Meta-Llama-3.1-70B-Instruct", "Llama-3-70B"), ("dpsk-v3 671b", "DeepSeek-V3"),
         ("Qwen2.5 72B", "Qwen2.5-72B"), ("Qwen3-8B-Base", "Qwen3-8B"), ("an unknown 9b", None),
+        # A distilled model has the sizes of its student, wherever the teacher stands.
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen2.5-7B"), ("DeepSeek-R1-Distill-Qwen-14B", "Qwen2.5-14B"),
+        ("DeepSeek-R1-Distill-Qwen-32B", "Qwen2.5-32B"), ("DeepSeek-R1-Distill-Llama-70B", "Llama-3-70B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Llama-3-8B"), ("some/DeepSeek-R1-Distill-Llama-8B-bnb-4bit", "Llama-3-8B"),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", "DeepSeek-R1-Distill-Qwen-1.5B"), ("grpo_dpsk_r1_distilled_qwen_7b", "Qwen2.5-7B"),
+        ("Qwen3-8B-distilled-from-DeepSeek-R1", "Qwen3-8B"), ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen3-8B"),
+        ("DeepSeek-R1-Distill-Another-9B", None), ("DeepSeek-R1-Distill", None), ("deepseek-r1-7b", None),
+        ("deepseek-ai/DeepSeek-R1", "DeepSeek-V3"), ("DeepSeek-R1-Zero", "DeepSeek-V3"), ("dsv3", "DeepSeek-V3"),
+        # Names of tables.
+        ("moonlight", "Moonlight-16B-A3B"), ("dapo_moonlight", "Moonlight-16B-A3B"), ("Moonlight-16B", "Moonlight-16B-A3B"),
+        ("dpsk671b", "DeepSeek-V3"), ("dapo_dpsk671b", "DeepSeek-V3"), ("dapo_dpsk_v3", "DeepSeek-V3"),
+        ("qwen3moe_30b", "Qwen3-30B-A3B"), ("dapo_qwen3moe_30b", "Qwen3-30B-A3B"), ("grpo_qwen3_moe_235b", "Qwen3-235B-A22B"),
+        ("Qwen2-57B", "Qwen2-57B-A14B"), ("qwen2_5_7b", "Qwen2.5-7B"),
     ],
 )  # fmt: skip
 def test_names_are_found_however_they_are_written(text: str, name: str | None) -> None:
     assert find_shape(text) is (PUBLISHED[name] if name else None)
+
+
+def test_an_unknown_name_is_refused_with_each_known_one_once() -> None:
+    with pytest.raises(UserError, match="neither a folder") as refused:
+        named_shape("nothing-7Q")
+    names = str(refused.value).partition("Named shapes: ")[2].split(", ")
+    assert len(names) == len(set(names)) and {*PUBLISHED, *SHAPES} == set(names)
+
+
+def test_a_shape_is_known_by_its_name_however_it_was_given() -> None:
+    assert all(name_of(named_shape(name)) in (name, f"Qwen2.5-{name}", "Llama-3-70B", "SmolLM2-135M") for name in [*PUBLISHED, *SHAPES])
+    folder = PUBLISHED["Qwen2.5-7B"] | {"max_position_embeddings": 4096}
+    assert name_of(Shape.from_config(folder)) == "Qwen2.5-7B"  # as Qwen2.5-Math-7B has it
+    assert name_of(Shape.from_config(folder | {"num_hidden_layers": 27})) is None
 
 
 def test_hardware_is_found_by_name_and_memory() -> None:
@@ -470,3 +500,69 @@ def test_hardware_is_found_by_name_and_memory() -> None:
     machine = Cluster.parse("32xH100")
     assert machine.ring(8) == machine.gpu.gpu_link > machine.ring(16, apart=2) > machine.link(16) == machine.gpu.network
     assert {"H200", "H100", "A100", "H20", "A6000", "4090", "CPU"} <= {own.name for own in ACCELERATORS}
+
+
+B200 = {"gpus": "8xB200", "memory_gb": 180, "flops": 2.25e15, "hbm": 7.7e12, "host_link": 55e9, "gpu_link": 900e9, "network": 50e9}
+
+
+def test_hardware_that_the_table_lacks_has_all_figures() -> None:
+    found = Cluster.of_figures(B200)
+    assert (found.gpus, found.per_machine, found.gpu.name, found.gpu.memory) == (8, 8, "B200", 180 * 10**9)
+    assert found.gpu == Accelerator("B200", 180 * 10**9, 180, 2.25e15, 7.7e12, 55e9, 900e9, 50e9, 0.7) and found.gpu.device == "cuda"
+    assert Cluster.of_figures({**B200, "gpus": "B200", "per_machine": 4}, 16) == Cluster(found.gpu, 16, 4)
+    suffix = {key: value for key, value in B200.items() if key != "memory_gb"} | {"gpus": "B200-180GB"}
+    assert Cluster.of_figures(suffix).gpu == found.gpu
+    known = Cluster.of_figures({"gpus": "2xH100", "hbm": 4e12})
+    assert known.gpu == replace(accelerator("H100"), hbm=4e12)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"hbm": None, "network": None},
+            r"B200 is not in the hardware table, and hbm and network are missing. Give hbm \(bytes per second of",
+        ),
+        ({"memory_gb": None}, r"memory_gb is missing. Give memory_gb \(memory in units of 1e9 bytes\), or a name of the table"),
+        ({"flops": "fast"}, r"flops = 'fast' is not a possible value. Give a number from 1000 to 1e\+21 \(dense bfloat16 FLOP/s\)"),
+        ({"hbm": 0}, "hbm = 0 is not a possible value"),
+        ({"per_machine": True}, "per_machine = True is not a possible value"),
+        ({"per_machine": 0.5}, "per_machine = 0.5 is not a possible value. Give a whole number of at least 1"),
+        ({"matmul_share": 2}, "matmul_share = 2 is not a possible value. Give a number from 0.01 to 1"),
+        ({"memory_gb": 1e-12}, "memory_gb = 1e-12 is not a possible value. Give a number from 0.1 to 100000"),
+        ({"memory_gb": 1e305}, r"memory_gb = 1e\+305 is not a possible value"),
+        ({"memory_gb": None, "gpus": f"8xB200-{10**9}GB"}, "has 1000000000 GB of memory. Write at most 100000"),
+        ({"flops": 10**400}, r"flops = 10{39}\.\.\. is not a possible value"),
+        ({"flops": 1e-300}, "flops = 1e-300 is not a possible value"),
+        ({"flops": float("nan")}, "flops = nan is not a possible value"),
+        ({"gpus": 8}, 'gpus = 8 is not a name of GPUs. Write a number and a name, for example gpus = "8xB200"'),
+        ({"gpus": "8"}, "gpus = '8' has no name of a GPU, which starts with a letter"),
+        ({"gpus": 8, "hbm": -1, "host_link": None}, r"(?s)hbm = -1 is not.*gpus = 8 is not"),
+        ({"per_machine": 0, "network": None}, r"(?s)per_machine = 0 is not.*network is missing"),
+        ({"gpus": "0xB200"}, "0 is not a possible number of GPUs"),
+        ({"tflops": 2250}, "unknown key tflops. Known are flops"),
+        (dict.fromkeys(set(B200) - {"gpus"}), r"hardware '8xB200': unknown. Known are .*Figures of others can be given in a file"),
+    ],
+)
+def test_figures_of_hardware_that_cannot_be_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Cluster.of_figures({key: value for key, value in {**B200, **change}.items() if value is not None})
+
+
+def test_hardware_is_read_from_a_file(tmp_path: Path) -> None:
+    path, text = tmp_path / "own.TOML", "\n".join(f"{key} = {json.dumps(value)}" for key, value in B200.items())
+    path.write_text(f"[hardware]\n{text}\n")
+    assert Cluster.parse(str(path)) == Cluster.of_figures(B200)
+    code, out = plan("--describe", Path(__file__).parents[1] / "docs" / "planning" / "verl-dapo-7b.toml", "--hardware", path)
+    assert code == 0 and out.startswith("8 x B200 with 167.6 GiB")
+    for wrong, words in (
+        ("[hardware]\n" + text.replace("hbm", "#"), r"own.TOML: hardware: B200 is not in the hardware table, and hbm is missing"),
+        (f"[hardware]\n{text}\n[model]\nshape = 'Qwen2.5-7B'\n", r"must have one section, \[hardware\], with gpus"),
+        ("[model]\n", "must have one section"),
+        ("[hardware", "cannot be read"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match=words):
+            Cluster.parse(str(path))
+    with pytest.raises(UserError, match=r"missing\.toml: cannot be read: No such file"):
+        Cluster.parse("missing.toml")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from terminal import Screen
 
+from fulltilt.observe import metrics as metrics_file
 from fulltilt.observe import streams
 from fulltilt.observe.console import Console, clock
 from fulltilt.observe.metrics import (
@@ -484,6 +485,23 @@ def test_a_step_leaves_one_line_that_fits_the_terminal(monkeypatch: pytest.Monke
     screen = Screen(columns).show(out.getvalue())
     assert screen.broken == [] and max(map(len, str(screen).splitlines())) <= columns
     assert str(screen).startswith(line) and len(set(screen.bars)) == (columns >= 80)
+
+
+def test_workers_that_take_longer_than_others_show() -> None:
+    """A step has two rounds of sampling, each with another slowest worker, and one pass; a phase of one worker has no spread."""
+    seconds = {"rollout": [[4.0, 2.0], [1.0, 5.0]], "old-logprob": [[1.0, 3.0]], "values": [[7.0]]}
+    found = metrics_file.summarise_workers(seconds)
+    assert found == {
+        "timing_s/workers/gen/max": 9.0, "timing_s/workers/gen/mean": 6.0, "rollout/time_spread": 1.5,
+        "timing_s/workers/old_log_prob/max": 3.0, "timing_s/workers/old_log_prob/mean": 2.0,
+    }  # fmt: skip
+    assert metrics_file.summarise_workers({"rollout": [[0.0, 0.0]]}).keys() == {"timing_s/workers/gen/max", "timing_s/workers/gen/mean"}
+    out = io.StringIO()
+    console = Console(stdout=out, stderr=io.StringIO())
+    with console.run(total=1):
+        console.begin_step(1)
+        console.end_step(WHOLE | found | {"actor/load_spread": 1.07})
+    assert "tok/s  load spread 1.07  rollout spread 1.50  " in out.getvalue()
 
 
 def test_quiet_keeps_warnings_and_json() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import runs
 import torch
 from devices import Pool
+from test_rollout import make_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +26,11 @@ from fulltilt.memory.account import Account
 from fulltilt.memory.trial import MemoryTrial
 from fulltilt.parallel import sequence
 from fulltilt.parallel.progress import JointPasses, PassProgress
-from fulltilt.records import MicroBatch, TokenTerms, UserError
+from fulltilt.records import MicroBatch, Prompt, TokenTerms, UserError
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.engine import EngineLimits
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.scheduler import Pass
 from fulltilt.schema import TrainConfig
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import Policy
@@ -110,16 +116,30 @@ def test_a_lowered_budget_is_in_the_checkpoint(first_step: Path, tmp_path: Path,
     assert runs.without_clock(runs.metrics(tmp_path / "whole")) == runs.without_clock(runs.metrics(tmp_path / "stopped"))
 
 
-def test_three_in_a_row_end_the_run(first_step: Path, tmp_path: Path, fail: Callable[[str], None]) -> None:
-    fail("actor.forward:1-3")
-    with pytest.raises(UserError, match=r"out of memory in update-actor 3 times in a row.*Lower actor\.token_budget"):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("actor.forward:1-3", r"update-actor 3 times in a row.*Held beside that work: parameters .* Lower actor\.token_budget"),
+        # Between them, prefill passes have enough memory.
+        ("actor.decode:1-3", r"rollout: 3 times in a row.*Held beside that work: parameters .*, kv .* rollout\.max_seqs"),
+        pytest.param("actor.cache:1-3", r"rollout: 3 times in a row.*rollout\.kv_bytes", marks=pytest.mark.long),
+    ],
+)
+def test_three_in_a_row_end_the_run(first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, said: str) -> None:
+    fail(fault)
+    with pytest.raises(UserError, match=f"out of memory in {said}"):
         second_step(first_step, tmp_path / "ended")
     assert list(runs.checkpoints(tmp_path / "ended")) == [1]
 
 
 @pytest.mark.parametrize(
     ("fault", "name"),
-    [("actor.decode:1", "max_seqs"), pytest.param("actor.prefill:1", "max_batched_tokens", marks=pytest.mark.long)],
+    [
+        ("actor.decode:1", "max_seqs"),
+        pytest.param("actor.steps:6", "max_seqs", marks=pytest.mark.long),
+        pytest.param("actor.prefill:1", "max_batched_tokens", marks=pytest.mark.long),
+        pytest.param("actor.cache:1", "kv_blocks", marks=pytest.mark.long),
+    ],
 )
 def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, fail: Callable[[str], None], fault: str, name: str) -> None:
     """Samples are those of a run that was not disturbed, token by token, and so are the parameters, if the last bits of the engine's
@@ -130,10 +150,76 @@ def test_a_rollout_goes_on_with_less_at_once(first_step: Path, tmp_path: Path, f
     trained = second_step(first_step, tmp_path / "disturbed", *settings)
     assert changed(tmp_path / "disturbed").keys() == {name} and f"{name} is lowered from" in trained.said
     assert runs.metrics(tmp_path / "disturbed")[-1]["perf/out_of_memory"] == 1
-    last_bits = {"logprobs": None, "logprob_mean": None}  # which samples are computed together rounds them differently
-    found, expected = ([{**row, **last_bits} for row in runs.rollouts(tmp_path / each, 2)] for each in ("disturbed", "undisturbed"))
-    assert found == expected
+    assert sampled(tmp_path / "disturbed", 2) == sampled(tmp_path / "undisturbed", 2)
     assert_same_parameters(tmp_path / "disturbed", tmp_path / "undisturbed")
+
+
+def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step without the last bits of their log-probs, which differ with the samples that are computed beside them."""
+    return [{**row, "logprobs": None, "logprob_mean": None} for row in runs.rollouts(folder, step)]
+
+
+def test_a_prompt_of_several_passes_does_not_begin_again_forever(model_folders: ModelFolders) -> None:
+    """Its first part always has enough memory, and the second never has."""
+    engine = make_engine(model_folders("qwen2"), EngineLimits(blocks=60, block_tokens=4, max_seqs=4, max_batched_tokens=16))
+    run, begun = engine.runner.run, list[int]()
+
+    def run_out_later(step: Pass) -> torch.Tensor:
+        begun.append(step.work[0].start)
+        if begun[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run(step)
+
+    engine.runner.run = run_out_later  # type: ignore[method-assign]
+    prompt = Prompt(uid=0, ids=np.arange(40) + 3, text="")
+    with pytest.raises(torch.OutOfMemoryError, match=r"3 times in a row, CUDA out of memory\."):
+        list(engine.generate([prompt], Sampling(max_new_tokens=4), 0))
+    assert begun == [0, 16, 0, 8, 0, 4]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_that_never_fits_ends_a_rollout_while_others_go_on(model_folders: ModelFolders, chunked: bool) -> None:
+    """Though samples of another prompt get a token each time."""
+    limits = EngineLimits(blocks=99, block_tokens=4, max_seqs=4, max_batched_tokens=16, chunked_prefill=chunked)
+    engine = make_engine(model_folders("qwen2"), limits)
+    run, failures, most = engine.runner.run, list[int](), list[int]()
+
+    def run_out_with_the_second(step: Pass) -> torch.Tensor:
+        most.append(engine.limits.max_batched_tokens)
+        if any(work.sequence.family.place for work in step.work):
+            failures.append(len(step.work))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run(step)
+
+    engine.runner.run = run_out_with_the_second  # type: ignore[method-assign]
+    prompts = [Prompt(uid=uid, ids=np.arange(tokens) + 3, text="") for uid, tokens in enumerate((5, 40))]
+    with pytest.raises(torch.OutOfMemoryError, match=r"3 times in a row, CUDA out of memory\."):
+        list(engine.generate(prompts, Sampling(max_new_tokens=99), 0))
+    assert len(failures) <= 3 + 4 and most == sorted(most, reverse=True), "16 tokens are halved four times"
+
+
+def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(model_folders: ModelFolders) -> None:
+    """The path of CUDA graphs as far as a CPU has it: `tests/test_gpu.py` captures real ones."""
+    prompts = [Prompt(uid=uid, ids=np.arange(5 + uid) + 3, text="") for uid in range(8)]
+    sampling, found = Sampling(max_new_tokens=9), list[list[list[int]]]()
+    for enough in (True, False):
+        engine = make_engine(model_folders("qwen2"), EngineLimits(blocks=99, block_tokens=4, max_seqs=8, max_batched_tokens=64))
+        captured = list[int]()
+
+        def capture(size: int, restricted: bool, enough: bool = enough, captured: list[int] = captured) -> object:
+            captured.append(size)
+            if size > 2 and not enough:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return object()
+
+        engine.decoder.graphs, engine.decoder._pool, engine.decoder._capture = True, (0, 0), capture  # type: ignore[assignment]
+        groups = collect(engine.generate, prompts, sampling, 0, lambda group: None)
+        found.append([sample.ids.tolist() for group in groups for sample in group.samples])
+        limits = engine.take_limits()
+        assert engine.decoder.graphs and engine.decoder.eager_reason is None, "it is not the model's fault"
+        assert (limits.max_seqs, len(limits.failures)) == ((8, 0) if enough else (2, 2))
+        assert captured[0] == 8 and (enough or captured == [8, 8, 4, 4, 2])
+    assert found[0] == found[1]
 
 
 WORKERS = ("run.steps=1", *(each for each in SMALL if "token_budget" not in each), "actor.token_budget=80")
@@ -143,6 +229,113 @@ FULL, HYBRID = ("train.shard=full",), ("train.shard=hybrid", "train.shard_size=2
 SEQUENCE, TENSOR = ("train.sequence_parallel=2", "actor.token_budget=40"), ("train.tensor_parallel=2",)
 EXPERTS = ("train.expert_parallel=2",)
 FIRST = "actor.forward:1@0"
+
+# -- rollouts of several workers -----------------------------------------------------------------------------------------------------------
+
+APART, TOGETHER = ("rollout.max_seqs=4",), ("rollout.max_seqs=8", "rollout.tensor_parallel=2")
+TRAINED_TOGETHER = ("rollout.max_seqs=8", *TENSOR)
+BOTH = {"max_seqs", "max_batched_tokens"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, Sequence[str]], Path]:
+    """The folder of a run of several workers with enough memory."""
+    made: dict[tuple[str, int, Sequence[str]], Path] = {}
+
+    def run(model: str, workers: int, overrides: Sequence[str]) -> Path:
+        case = (model, workers, overrides)
+        if case not in made:
+            made[case] = runs.make(tmp_path_factory.mktemp("memory") / "undisturbed", model_folders(model))
+            pool_of_devices.train(made[case], workers, *WORKERS, "algorithm.importance_cap=0", *overrides)
+        return made[case]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("faults", "workers", "model", "overrides", "lowered"),
+    [
+        ("actor.decode:1@1", 2, "qwen2", APART, {"max_seqs"}),
+        ("actor.steps:5@1", 2, "qwen2", TOGETHER, {"max_seqs"}),
+        ("actor.prefill:2@0", 2, "qwen2", TOGETHER, {"max_batched_tokens"}),
+        *(
+            pytest.param(faults, 2, "qwen2", overrides, lowered, marks=pytest.mark.long)
+            for faults, overrides, lowered in (
+                ("actor.prefill:1@1", APART, {"max_batched_tokens"}),
+                ("actor.cache:1@1", TOGETHER, {"kv_blocks"}),
+                ("actor.steps:3@1,actor.prefill:2@0", TRAINED_TOGETHER, BOTH),
+            )
+        ),
+        *(
+            pytest.param(faults, workers, model, overrides, lowered, marks=pytest.mark.matrix)
+            for faults, workers, model, overrides, lowered in (
+                ("actor.cache:1-2@0", 2, "qwen2", APART, {"kv_blocks"}),
+                ("actor.decode:1@0,actor.steps:20@1", 2, "qwen2", APART, {"max_seqs"}),
+                ("actor.steps:1@0", 2, "qwen2", TOGETHER, {"max_seqs"}),
+                ("actor.collectives:6@0", 2, "qwen2", TOGETHER, {"max_batched_tokens"}),
+                ("actor.collectives:14@1", 2, "qwen2", TOGETHER, {"max_seqs"}),
+                ("actor.steps:4", 2, "qwen2", TOGETHER, {"max_seqs"}),
+                ("actor.decode:2@1", 2, "qwen2", TOGETHER, {"max_seqs"}),
+                ("actor.prefill:1", 2, "qwen2", TOGETHER, {"max_batched_tokens"}),
+                ("actor.cache:1", 2, "qwen2", TOGETHER, {"kv_blocks"}),
+                ("actor.steps:5@3,actor.prefill:1@0", 4, "qwen2", TOGETHER, BOTH),
+                ("actor.steps:5@3,actor.prefill:1@0", 4, "qwen2", (*TOGETHER, *FULL), BOTH),
+                ("actor.steps:5@1,actor.prefill:2@0", 2, "qwen3-moe", TOGETHER, BOTH),
+                ("actor.steps:5@1", 2, "qwen2", (*TRAINED_TOGETHER, "lora.rank=4", "lora.export=merged"), {"max_seqs"}),
+            )
+        ),
+    ],
+)
+def test_engines_of_several_workers_go_on_with_less_at_once(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, undisturbed: Callable[[str, int, Sequence[str]], Path],
+    faults: str, workers: int, model: str, overrides: Sequence[str], lowered: set[str],
+) -> None:  # fmt: skip
+    """Whichever worker runs out of memory, all samples are those of an undisturbed run, and so are the parameters."""
+    expected = undisturbed(model, workers, overrides)
+    folder = runs.make(tmp_path / "disturbed", model_folders(model))
+    pool_of_devices.faults = faults
+    try:
+        trained, noted = pool_of_devices.train(folder, workers, *WORKERS, "algorithm.importance_cap=0", *overrides)
+    finally:
+        pool_of_devices.faults = ""
+    assert trained.said.count("out of memory in ") == 1 and "out of memory in rollout on worker" in trained.said
+    assert all(f"{name} is lowered from " in trained.said for name in lowered)
+    assert runs.metrics(folder)[-1]["perf/out_of_memory"] == count_of(faults)
+    assert runs.state(runs.checkpoints(folder)[1])["changed_budgets"].keys() == lowered
+    assert sampled(folder, 1) == sampled(expected, 1)
+    assert len(set(noted.digests)) == 1
+    assert_same_parameters(folder, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides"),
+    [
+        ("actor.steps:1-3@1", TOGETHER),
+        *(
+            pytest.param(fault, overrides, marks=pytest.mark.long)
+            for fault, overrides in (
+                ("actor.decode:1-3@1", APART),
+                ("actor.prefill:1-3@0", TOGETHER),
+                ("actor.cache:1-3@1", TOGETHER),
+            )
+        ),
+    ],
+)
+def test_three_in_a_row_end_a_rollout_of_several_workers(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, overrides: Sequence[str]
+) -> None:
+    """None is left waiting, and the worker that ran out of memory is named."""
+    pool_of_devices.faults = fault
+    try:
+        with pytest.raises(UserError, match=rf"out of memory in rollout on worker {fault[-1]}: 3 times in a row.*rollout\.kv_bytes"):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen2")), 2, *WORKERS, *overrides)
+    finally:
+        pool_of_devices.faults = ""
+
+
+# -- updates and passes of several workers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +354,8 @@ FIRST = "actor.forward:1@0"
         ),
         *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
         *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
-        pytest.param("actor.optimizer:1@1", 2, EXPERTS, marks=pytest.mark.matrix),
+        ("actor.backward:2@1", 2, EXPERTS),
+        *(pytest.param(fault, 2, EXPERTS, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@1")),
     ],
 )
 def test_all_workers_do_the_mini_batch_again(
@@ -184,30 +378,38 @@ def test_all_workers_do_the_mini_batch_again(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("layout", [FULL, SEQUENCE, TENSOR])
+@pytest.mark.parametrize("layout", [FULL, SEQUENCE, TENSOR, EXPERTS])
 def test_three_in_a_row_end_the_run_of_several_workers(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, layout: Sequence[str]
 ) -> None:
     pool_of_devices.faults = "actor.forward:1-3@1"
     try:
         with pytest.raises(UserError, match=r"out of memory in update-actor on worker 1 3 times in a row.*Lower actor\.token_budget"):
-            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen2")), 2, *WORKERS, *layout)
+            model = model_folders("qwen3-moe" if layout == EXPERTS else "qwen2")
+            pool_of_devices.train(runs.make(tmp_path / "folder", model), 2, *WORKERS, *layout)
     finally:
         pool_of_devices.faults = ""
 
 
+TOGETHER = ("train.recompute=full", "train.recompute_method=uniform", "train.recompute_layers=2")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("fault", "phase"), [("actor.forward:1@0", "update-actor on worker 0"), ("ref.passes:1@1", "ref-logprob on worker 1")]
+    ("fault", "workers", "overrides"),
+    [("actor.backward:1@0", 2, TOGETHER), ("actor.forward:1@0", 4, (*SEQUENCE, "train.recompute=full"))],
+    ids=["units of two layers", "sequences divided"],
 )
-def test_workers_that_send_tokens_to_experts_end_the_run(
-    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, phase: str
+def test_layers_that_would_send_other_tokens_to_experts_when_they_are_recomputed_end_the_run(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, fault: str, workers: int, overrides: Sequence[str]
 ) -> None:
-    """And none is left waiting for the one that failed."""
+    """Routers would read the zeros of the worker that failed, and send other tokens than before. None is left waiting."""
     pool_of_devices.faults = fault
     try:
-        with pytest.raises(UserError, match=rf"out of memory in {phase}: out of memory on purpose.* Lower \w+\.\w*token_budget"):
-            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen3-moe")), 2, *WORKERS, *EXPERTS)
+        with pytest.raises(
+            UserError, match=r"out of memory in update-actor on worker 0: out of memory on purpose.* Lower \w+\.token_budget"
+        ):
+            pool_of_devices.train(runs.make(tmp_path / "folder", model_folders("qwen3-moe")), workers, *WORKERS, *EXPERTS, *overrides)
     finally:
         pool_of_devices.faults = ""
 
@@ -221,6 +423,15 @@ OF_PPO = "critic.passes:2@1,critic.forward:1@0,critic.backward:2@1,critic.optimi
 
 
 SMALLER = (*PASSES, "actor.token_budget=40", "actor.forward_token_budget=40", "ref.forward_token_budget=40")
+REROUTED = ("train.recompute=full", "algorithm.kl_coef=0")  # an update comes first
+WITH_EXPERTS = (
+    (),
+    ("train.recompute=full",),
+    ("train.recompute=selective", "train.recompute_layers=1"),
+    FULL,
+    (*FULL, "train.recompute=full"),
+    ("lora.rank=4", "lora.export=merged"),
+)
 OF_FOUR = (  # workers in groups of two
     (*SEQUENCE, *FULL, *SMALLER),
     (*SEQUENCE, *HYBRID, *SMALLER),
@@ -235,6 +446,7 @@ OF_FOUR = (  # workers in groups of two
         ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*FULL, *PASSES)),
         ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*SEQUENCE, *SMALLER)),
         ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*TENSOR, *PASSES)),
+        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen3-moe", (*EXPERTS, *PASSES)),
         *(
             pytest.param(faults, workers, model, overrides, marks=pytest.mark.matrix)
             for faults, workers, model, overrides in (
@@ -249,7 +461,13 @@ OF_FOUR = (  # workers in groups of two
                 (EVERYWHERE, 4, "qwen2", (*HYBRID, *PASSES)),
                 *((EVERYWHERE, 4, "qwen2", layout) for layout in OF_FOUR),
                 *((EVERYWHERE, 2, "qwen3-moe", (*layout, *SMALLER)) for layout in (FULL, SEQUENCE, TENSOR)),
+                *((EVERYWHERE, 2, "qwen3-moe", (*EXPERTS, *PASSES, *others)) for others in WITH_EXPERTS),
+                *((EVERYWHERE, 4, "qwen3-moe", (*EXPERTS, *PASSES, *others)) for others in ((), FULL)),
+                (EVERYWHERE, 4, "qwen3-moe", (*EXPERTS, *SEQUENCE, *SMALLER)),
+                (EVERYWHERE, 4, "qwen3-moe", (*EXPERTS, *SEQUENCE, *SMALLER, "train.recompute=selective")),
+                *((f"actor.collectives:{number}@1", 2, "qwen3-moe", (*EXPERTS, *REROUTED)) for number in (2, 14, 27, 33)),
                 *((OF_PPO, 2, "qwen2", (*layout, *PPO)) for layout in (FULL, SEQUENCE, TENSOR)),
+                (OF_PPO, 2, "qwen3-moe", (*EXPERTS, *PPO)),
                 (OF_PPO, 4, "qwen2", (*HYBRID, *PPO)),
             )
         ),

@@ -42,6 +42,7 @@ from fulltilt.plan import (
     pairs_of_sizes,
     plan_of,
     plan_roles,
+    prefill_bytes,
     resident,
     returning,
     uses_graphs,
@@ -279,7 +280,8 @@ def test_the_estimate_knows_the_head() -> None:
         assert more - 1 < found / GIB < more + 1
     where = hardware(actor=actor)
     assert settled(where).settings["actor"].recompute == "none"
-    assert settled(where, train={"fused_head": False}).settings["actor"].recompute == "selective"
+    plain = {"train": {"fused_head": False}, "actor": {"token_budget": 16384}}
+    assert settled(where, **plain).settings["actor"].recompute == "selective"
     bonus = {"algorithm": {"entropy_coef": 0.01}, "actor": {"token_budget": 19000}}
     assert settled(where, **bonus).settings["actor"].recompute == "none"
     assert settled(where, **bonus, train={"entropy_recompute": False}).settings["actor"].recompute == "selective"
@@ -306,10 +308,10 @@ def test_logits_are_kept_where_they_fit_beside_all_else() -> None:
 def test_a_device_that_would_be_full_to_the_brim_recomputes() -> None:
     """7B with a reference on a device of 140 GiB: parameters, gradients and activations fit, but not with a layer's gradients and the
     optimizer's slots."""
-    where = hardware(device_gib=139.8, actor=transformer(7.6156), ref=transformer(7.6156, learns=False))
-    found = settled(where).settings
+    where, given = hardware(device_gib=139.8, actor=transformer(7.6156), ref=transformer(7.6156, learns=False)), {"token_budget": 16384}
+    found = settled(where, actor=given).settings
     assert found["actor"].offload_optimizer and found["actor"].recompute == "selective" and not found["ref"].offload_params
-    assert settled(replace(where, roles={"actor": where.roles["actor"]})).settings["actor"].recompute == "none"
+    assert settled(replace(where, roles={"actor": where.roles["actor"]}), actor=given).settings["actor"].recompute == "none"
 
 
 def test_activations_that_are_offloaded_anyway_are_not_recomputed_by_auto() -> None:
@@ -442,6 +444,43 @@ def test_a_cache_that_stays_leaves_room_for_what_comes_back() -> None:
         )
         facts = plans.facts(free_bytes=100 * GIB, kv_bytes_per_token=1 << 20, longest=8, roles=roles)
         assert make_plan(cached, facts).budgets.kv_blocks == gib
+
+
+def test_a_pass_over_prompts_has_room_beside_the_cache() -> None:
+    """`auto` makes it smaller where memory is short. A number that the user gives is taken, and the cache is what is left then."""
+    shape, lora = Shape.named("7B"), {"lora": {"rank": 16}}
+    where = {"device": "cuda", "device_bytes": 24 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
+
+    def plan(free: int, **rollout: Any) -> Budgets:
+        return plan_of(shape, config(**lora, rollout={"max_seqs": 1024, **rollout}), **where, free_bytes=free).budgets  # type: ignore[arg-type]
+
+    def cache(budgets: Budgets) -> int:
+        return budgets.kv_blocks * 16 * shape.kv_bytes_per_token(2)
+
+    actor = RoleFacts.of_shape(shape, config(**lora), "cuda", learns=True)
+    decode = decode_bytes(config(rollout={"max_seqs": 1024}), Facts("cuda", 0, 0, {"actor": actor}, 512, 1), 1024)
+    taken = {tokens: prefill_bytes(shape, tokens, 2, fused=True) for tokens in (2048, 8192, 16384)}
+    for free, tokens in ((80 * GIB, 16384), (8 * GIB, 8192), (3 * GIB, 2048)):
+        found = plan(free)
+        assert found.max_batched_tokens == tokens and cache(found) + taken[tokens] + decode <= free
+    by_hand = plan(8 * GIB, max_batched_tokens=16384)
+    assert by_hand.max_batched_tokens == 16384 and cache(by_hand) < cache(plan(8 * GIB))
+    assert plan(8 * GIB, kv_bytes=5 * GIB).max_batched_tokens < 16384 == plan(16 * GIB, kv_bytes=5 * GIB).max_batched_tokens
+    on_cpu = {**where, "device": "cpu", "device_bytes": 0, "host_bytes": 2 * GIB}
+    given = config(rollout={"kv_bytes": 2 * GIB - 1})  # what is free on a CPU is a guess
+    assert plan_of(Shape.named("small"), given, **on_cpu).budgets.max_batched_tokens == 4096  # type: ignore[arg-type]
+
+
+def test_a_token_budget_that_cannot_fit_is_halved() -> None:
+    """Even full recompute and offload of activations would not make it fit. A longer sample has a micro-batch alone in any case."""
+    where = hardware(
+        device_gib=20, longest=512, actor=RoleFacts.of_shape(Shape.named("7B"), config(lora={"rank": 16}), "cuda", learns=True)
+    )
+    assert settled(where).budgets == {"actor": 8192} and settled(where).settings["actor"].offload_activations
+    assert settled(replace(where, device_bytes=24 * GIB)).budgets == {"actor": 16384}
+    assert settled(replace(where, longest=16384)).budgets == {"actor": 16384}
+    words = make_plan(config(), replace(where, free_bytes=2 * GIB)).words
+    assert any("micro-batches of at most 8192 tokens (auto: more would not fit into the device's memory)" in text for text in words)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -712,7 +751,7 @@ def test_layers_that_are_divided_are_loaded_in_parts() -> None:
         UserError, match=r"^train.tensor_parallel: with layers in 2 parts, .* Use a smaller model or rollout.tensor_parallel \("
     ):
         check_loading(alone)
-    with pytest.raises(UserError, match=r"loading the actor would take 65"):
+    with pytest.raises(UserError, match=r"loading the actor would take 66"):
         check_loading(replace(own, device_bytes=40 * GIB))
 
 
@@ -856,7 +895,8 @@ def test_engines_that_divide_experts_in_another_way_have_a_copy() -> None:
     """Members that learn have a part of every expert, those that sample some of the experts."""
     given, both = config(rollout={"tensor_parallel": 2, "expert_parallel": 2}), Division(2, 1, 2)
     facts = to_divide("Qwen3-30B-A3B", 8, 80, given, ("actor",))
-    assert divided(given, facts, both).copy_bytes == facts.actor.parameter_bytes // 2
+    copied = divided(given, facts, both).copy_bytes
+    assert copied == facts.actor.part(2, whole_experts=True).parameter_bytes > facts.actor.parameter_bytes // 2
     assert divided(given, facts, Division(2, 2, 2)).copy_bytes == 0
     assert divided(config(rollout={"tensor_parallel": 2}), facts, both).copy_bytes == 0
     of_parts, of_whole = (divided(given, facts, Division(2, size, 2)).actor.kept_bytes({"recompute": "none"}) for size in (1, 2))
@@ -891,6 +931,21 @@ def test_auto_divides_within_a_machine_only_and_for_all_roles() -> None:
     assert choose_division(given, mixed, within=8, beside=8).tensor == 2
 
 
+def test_groups_that_reach_over_machines_come_last() -> None:
+    """Two devices on each machine."""
+    given = config(**OPTIMIZER)
+    facts = to_divide("Qwen3-30B-A3B", 8, 80, given, ("actor",))
+    assert list(dict.fromkeys(pairs_of_sizes(given, facts, 2))) == [(1, 1), (1, 2), (2, 2), (2, 1), (1, 4), (1, 8)]
+    assert list(dict.fromkeys(pairs_of_sizes(given, facts, 8)))[:4] == [(1, 1), (1, 2), (1, 4), (1, 8)]
+    found = choose_division(given, facts, within=2, beside=2)
+    assert (found.tensor, found.experts) == (1, 8) and "; the group reaches over machines, because none within one" in found.words[0]
+    together = config(train={"shard": "optimizer", "sequence_parallel": 2})  # two groups of members that divide layers
+    found = choose_division(together, to_divide("32B", 16, 80, together, ("actor",)), within=4, beside=4)
+    assert found.tensor == 4 and "reaches over machines" in found.words[0]
+    within = choose_division(together, to_divide("32B", 16, 80, together, ("actor",)), within=8, beside=8)
+    assert within.tensor == 4 and "reaches" not in within.words[0]
+
+
 def test_auto_divides_nothing_where_there_is_nothing_to_gain() -> None:
     given = config(**OPTIMIZER)
     facts = to_divide("32B", 8, 80, given, ("actor",))
@@ -913,7 +968,7 @@ def test_roles_may_have_sizes_of_their_own() -> None:
     assert {role: facts.parts_of(role) for role in sizes} == {"actor": 2, "critic": 4, "ref": 1, "reward_model": 1}
     shardings = {role: (facts.sharding_of(role).workers, facts.sharding_of(role).experts) for role in sizes}
     assert shardings == {"actor": (4, 1), "critic": (2, 1), "ref": (8, 4), "reward_model": (8, 1)}
-    assert facts.roles["critic"].parameter_bytes == whole.roles["critic"].parameter_bytes // 4
+    assert facts.roles["critic"].parameter_bytes == pytest.approx(whole.roles["critic"].parameter_bytes / 4, rel=0.01)
     assert facts.roles["ref"].parameter_bytes < 0.3 * whole.roles["ref"].parameter_bytes
     # What is left to auto is decided for the roles that follow [train].
     by_auto = config(algorithm={"name": "ppo"}, critic={"tensor_parallel": 1}, **OPTIMIZER)

@@ -10,15 +10,18 @@ import pytest
 from typer.testing import CliRunner
 
 from fulltilt.cli import app
-from fulltilt.config import parse
+from fulltilt.config import load, parse
+from fulltilt.hardware import Cluster
+from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.parallel.layout import Sharding
-from fulltilt.plan import Division, Facts, RoleFacts, divided
+from fulltilt.plan import OFFLOADS, Division, Facts, RoleFacts, divided, plan_of
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
-from fulltilt.tune import command, tables
-from fulltilt.tune.memory_model import parameters
+from fulltilt.tune import command, report, tables
+from fulltilt.tune.memory_model import memory_of, parameters
+from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport
-from fulltilt.tune.runners_up import TOLD
+from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, changed
 from fulltilt.tune.shapes import named_shape
 
 ROOT = Path(__file__).parents[1]
@@ -56,12 +59,29 @@ def test_a_critic_takes_memory_and_time_beside_the_actor(tmp_path: Path) -> None
     assert found.seconds.update_critic.total < found.seconds.update.total  # no vocabulary head
     assert found.knobs["critic.token_budget"] == 2 * found.knobs["actor.token_budget"]
     alone = planned(tmp_path, hardware="8xH200", shape="Qwen2.5-1.5B")
-    assert alone.memory.phases["update"].total < found.memory.phases["update"].total and alone.seconds.total < found.seconds.total
+    assert (
+        alone.memory.phases["update-actor"].total < found.memory.phases["update-actor"].total and alone.seconds.total < found.seconds.total
+    )
+
+
+def test_memory_and_seconds_have_the_phases_of_the_step_under_the_same_names(tmp_path: Path) -> None:
+    two_updates = "algorithm.minibatches_per_step=2"
+    (tmp_path / "run.toml").write_text(RUN)
+    for overrides in ((), (two_updates,), ("algorithm.kl_coef=0.01", two_updates), (*ROLES, two_updates)):
+        told = json.loads(plan(tmp_path / "run.toml", *overrides, "--hardware", "8xH200", "--shape", "Qwen2.5-1.5B", "--json")[1])
+        memory, seconds = told["memory"].keys(), told["step_seconds"].keys()
+        assert seconds - memory == {"other", "step"} and memory - seconds <= {"sync"}, (
+            overrides
+        )  # nothing is copied where weights are one set
+        assert memory <= TIMING_NAMES.keys() and {"old-logprob", "update-actor"} & memory == {
+            "update-actor",
+            *(["old-logprob"] if overrides else []),
+        }
 
 
 def test_a_role_on_the_host_takes_memory_while_it_works(tmp_path: Path) -> None:
     here, away = (planned(tmp_path, *ROLES, f"reward_model.offload_params={text}", hardware="8xH200") for text in ("false", "true"))
-    assert here.memory.phases["update"].kinds["reward model"] > 0 == away.memory.phases["update"].kinds["reward model"]
+    assert here.memory.phases["update-actor"].kinds["reward model"] > 0 == away.memory.phases["update-actor"].kinds["reward model"]
     assert away.memory.phases["reward"].kinds["reward model"] > 0
     assert away.seconds.reward.causes["offload"] > 0 == here.seconds.reward.causes.get("offload", 0)
 
@@ -70,14 +90,14 @@ def test_roles_on_gpus_of_their_own_run_beside_the_others(tmp_path: Path) -> Non
     found = planned(tmp_path, *ROLES, "cluster.workers=8", "cluster.roles={critic=2,reward_model=1}")
     assert found.run.cluster.gpus == 5 and found.run.all_gpus == 8
     assert found.memory.phases["update-critic"].kinds.keys().isdisjoint({"parameters", "engine", "reference"})
-    assert "critic parameters" not in found.memory.phases["update"].kinds and "reference" in found.memory.phases["update"].kinds
+    assert "critic parameters" not in found.memory.phases["update-actor"].kinds and "reference" in found.memory.phases["update-actor"].kinds
     phases = {name: phase.total for name, phase in found.seconds.phases.items()}
     scored = max(phases["values"], phases.get("old-logprob", 0) + phases["ref-logprob"])
     learned = max(phases["update-critic"], phases["update-actor"])
     others = phases["rollout"] + phases["reward"] + phases["other"] + phases.get("sync", 0)
     assert found.seconds.total == pytest.approx(others + scored + learned)
     together = planned(tmp_path, *ROLES)
-    assert found.memory.phases["update"].total != together.memory.phases["update"].total
+    assert found.memory.phases["update-actor"].total != together.memory.phases["update-actor"].total
     with pytest.raises(UserError, match=r"cluster.roles: they take 8 of the run's 8 GPUs"):
         planned(tmp_path, *ROLES, "cluster.workers=8", "cluster.roles={critic=8}")
 
@@ -90,8 +110,10 @@ def test_a_role_whose_size_is_not_known_counts_as_the_actor_and_is_told(tmp_path
 def test_sft_is_an_update_alone(tmp_path: Path) -> None:
     text = RUN.replace('[reward]\nfunction = "math"\n', "")
     found = planned(tmp_path, "algorithm.name=sft", "data.max_tokens=8192", "algorithm.prompts_per_step=128", text=text)
-    assert set(found.memory.phases) == {"update"} and set(found.seconds.phases) == {"update-actor"} and found.fits
-    assert found.run.batch.rows == 128 and found.run.lengths.longest_row == 8192 and found.memory.phases["update"].kinds["engine"] == 0
+    assert set(found.memory.phases) == {"update-actor"} and set(found.seconds.phases) == {"update-actor"} and found.fits
+    assert (
+        found.run.batch.rows == 128 and found.run.lengths.longest_row == 8192 and found.memory.phases["update-actor"].kinds["engine"] == 0
+    )
     assert not any(knob.startswith("rollout.") for knob in found.knobs)
     halved = planned(tmp_path, "algorithm.name=sft", "data.max_tokens=8192", "algorithm.prompts_per_step=64", text=text)
     assert halved.seconds.total < found.seconds.total
@@ -117,17 +139,80 @@ def test_an_engine_beside_divided_experts_has_a_copy(tmp_path: Path) -> None:
     found = planned(tmp_path, *sizes, hardware="8xH200", shape="Qwen3-30B-A3B")
     assert found.run.layout.expert == 8 and found.run.engine.own_copy
     weights = 2 * parameters(named_shape("Qwen3-30B-A3B")).total
-    assert found.memory.phases["update"].kinds["engine"] == weights  # it stays in an update
+    assert found.memory.phases["update-actor"].kinds["engine"] == weights  # it stays in an update
 
 
 def test_keys_and_values_are_divided_among_workers_that_sample_together() -> None:
-    shape = Shape.named("7B")  # 4 key heads
+    shape = Shape.named("70B")  # 8 key heads
     tables_of = {"model": {"path": "a"}, "data": {"train": "a.jsonl"}, "run": {"steps": 1}}
     config = parse(tables_of, here=False)
     roles = {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True)}
     whole = Facts("cuda", 80 << 30, 1 << 40, roles, 1024, 1, sharding=Sharding(workers=8))
-    each = {size: divided(config, whole, Division(1, 1, size)).token_bytes for size in (1, 2, 4, 7)}
-    assert each == {1: shape.kv_bytes_per_token(2), 2: each[1] // 2, 4: each[1] // 4, 7: each[1] // 4}
+    each = {size: divided(config, whole, Division(1, 1, size)).token_bytes for size in (1, 2, 8, 16)}
+    assert each == {1: shape.kv_bytes_per_token(2), 2: each[1] // 2, 8: each[1] // 8, 16: each[1] // 8}
+
+
+@pytest.mark.parametrize("hardware", ["1x4090", "1xH100-20GB", "1xA6000", "8xA100-40GB", "16xH100"])
+@pytest.mark.parametrize("example", ["gsm8k/grpo", "gsm8k/lora", "gsm8k/ppo", "gsm8k/sft", "math/dapo"])
+def test_what_auto_has_planned_fits_by_the_model_of_memory(example: str, hardware: str) -> None:
+    """Where everything is left to `auto`, either plan.py refuses the run or the model of memory agrees that it fits."""
+    config = load(ROOT / "examples" / f"{example}.toml", here=False)
+    for shape in ("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen3-8B", "Llama-3-8B", "Qwen3-30B-A3B"):
+        own = own_plan(config, named_shape(shape), command.cluster_for(config, hardware), None)
+        memory = memory_of(own.run)
+        assert own.refused or memory.fits, (shape, memory.reasons)
+
+
+def test_a_small_gpu_has_smaller_passes_and_micro_batches() -> None:
+    found = {}
+    for hardware in ("1xH100-20GB", "1x4090", "1xH100"):
+        report = command.planned(ROOT / "examples" / "gsm8k" / "lora.toml", (), hardware, "Qwen2.5-7B", None)
+        assert report.fits
+        found[hardware] = [report.knobs[knob] for knob in ("rollout.max_batched_tokens", "actor.token_budget")]
+        engine = report.memory.phases["rollout"].kinds["engine"]
+        assert engine > report.knobs["rollout.kv_bytes"]  # a pass over prompts is counted beside the cache
+    assert found == {"1xH100-20GB": [2048, 8192], "1x4090": [8192, 16384], "1xH100": [16384, 16384]}
+    by_hand = command.planned(ROOT / "examples" / "gsm8k" / "lora.toml", ("actor.token_budget=16384",), "1xH100-20GB", "Qwen2.5-7B", None)
+    assert not by_hand.fits and by_hand.knobs["actor.token_budget"] == 16384
+
+
+# ---- a CPU -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("grpo", ()), ("ppo", ()), ("grpo", ("actor.token_budget=2048", "model.dtype=bfloat16"))])
+def test_a_plan_for_a_cpu_is_the_plan_of_a_run_on_a_cpu(name: str, overrides: tuple[str, ...]) -> None:
+    found = command.planned(ROOT / "examples" / "gsm8k" / f"{name}.toml", overrides, "CPU", "Qwen2.5-0.5B", None)
+    config, shape = load(ROOT / "examples" / "gsm8k" / f"{name}.toml", overrides, here=False), named_shape("Qwen2.5-0.5B")
+    roles = ["actor", *(own.role for own in found.run.others)]
+    memory, longest = found.run.gpu.memory, found.run.lengths.most_prompt
+    made = plan_of(shape, config, device="cpu", device_bytes=0, host_bytes=memory, longest=longest, roles=roles)
+    own, budgets = made.roles["actor"], made.budgets
+    decided = {f"train.{key}": getattr(own, key) for key in ("recompute", "head_recompute", *OFFLOADS)}
+    decided |= {"actor.token_budget": budgets.token_budget, "actor.forward_token_budget": budgets.forward_token_budget}
+    decided |= {"rollout.max_seqs": budgets.max_seqs, "rollout.max_batched_tokens": budgets.max_batched_tokens}
+    itemsize = 2 if overrides else 4  # bytes of a number
+    decided |= {"rollout.kv_bytes": budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(itemsize)}
+    decided |= {"rollout.cuda_graphs": False, "train.fused_layers": False}
+    if name == "ppo":
+        decided |= {f"critic.{key}": getattr(made.roles["critic"], key) for key in ("recompute", "offload_optimizer")}
+        decided |= {"critic.token_budget": budgets.critic_token_budget}
+    assert {knob: found.knobs[knob] for knob in decided} == decided
+    assert found.fits and found.run.itemsize == itemsize and not found.run.engine.graphs
+    assert not any(kinds.get("context") or kinds.get("graphs") for kinds in (phase.kinds for phase in found.memory.phases.values()))
+    held = found.memory.phases["update-actor"].kinds
+    numbers = parameters(shape).total
+    assert (held["parameters"], held["gradients"]) == (itemsize * numbers, 4 * numbers)
+    assert held["optimizer"] == 4 * (2 if itemsize == 4 else 3) * numbers  # float32 numbers are their own masters
+    assert not any("offload" in knob or "graphs" in knob for knob in found.runners_up)
+    assert not [line for line in found.lines() if "each GPU" in line or "fits on the GPU" in line or "HBM" in line]
+
+
+def test_what_a_run_on_a_cpu_refuses_is_refused_in_its_plan(tmp_path: Path) -> None:
+    for setting in ("train.offload_optimizer=true", "train.offload_activations=true", "rollout.cuda_graphs=true"):
+        with pytest.raises(UserError, match=rf"{setting.replace('=', ': ')}, but th(e|is) run is on the CPU"):
+            planned(tmp_path, setting, hardware="CPU", shape="Qwen2.5-0.5B")
+    crowded = planned(tmp_path, hardware="CPU-16GB", shape="Qwen2.5-7B")
+    assert not crowded.fits and not any("offload" in remedy.words for remedy in crowded.remedies())
 
 
 # ---- runners-up --------------------------------------------------------------------------------------------------------------------------
@@ -152,8 +237,18 @@ def test_each_runner_up_is_a_plan_of_its_own(tmp_path: Path) -> None:
     assert sum(line.startswith("train.recompute = ") for line in told["reasons"]) == 1
 
 
+def test_no_change_is_offered_that_the_run_refuses(tmp_path: Path) -> None:
+    """A run looks at the given train.shard: what `auto` shares out does not make room for the actor's parameters on the host."""
+    config = load(ROOT / "examples" / "math" / "dapo.toml", here=False)
+    for overrides, offered in (({}, False), ({"train.shard": "full"}, True)):
+        planned_run = PlannedRun(changed(config, overrides), named_shape("Qwen3-30B-A3B"), Cluster.parse("8xH200"), None)
+        own = own_plan(planned_run.config, planned_run.shape, planned_run.cluster, None)
+        assert own.knobs["train.shard"] == "full"
+        assert bool(list(alternatives(planned_run, own, "train.offload_params", False))) == offered
+
+
 def test_what_a_runner_up_lacks_is_told_in_bytes(tmp_path: Path) -> None:
-    found = planned(tmp_path, "train.offload_activations=false", hardware="1xH100")
+    found = planned(tmp_path, "train.offload_activations=false", "actor.token_budget=16384", hardware="1xH100")
     none = found.runners_up["train.recompute"]
     assert found.knobs["train.recompute"] == "full" and none.seconds is None and none.missing > 1 << 30
     line = next(line for line in found.lines() if line.startswith("train.recompute"))
@@ -161,11 +256,14 @@ def test_what_a_runner_up_lacks_is_told_in_bytes(tmp_path: Path) -> None:
 
 
 def test_ways_to_fit_do_fit(tmp_path: Path) -> None:
-    found = planned(tmp_path, "train.recompute=none", "train.offload_activations=false", hardware="1xH100")
+    by_auto = planned(tmp_path, "train.recompute=none", "train.offload_activations=false", hardware="1xH100")
+    assert by_auto.fits and by_auto.knobs["actor.token_budget"] < 16384
+    given = {"train.recompute": "none", "train.offload_activations": "false", "actor.token_budget": "16384"}
+    found = planned(tmp_path, *(f"{key}={value}" for key, value in given.items()), hardware="1xH100")
     assert not found.fits and found.remedies()
     for remedy in found.remedies():
         key, _, value = remedy.words.partition(" = ")
-        overrides = {"train.recompute": "none", "train.offload_activations": "false"} | {key: value}
+        overrides = given | {key: value}
         by_hand = planned(tmp_path, *(f"{name}={own}" for name, own in overrides.items()), hardware="1xH100")
         assert by_hand.fits and by_hand.seconds.total == pytest.approx(remedy.seconds)
     seconds = [remedy.seconds for remedy in found.remedies()]
@@ -179,6 +277,85 @@ def test_sizes_that_cannot_be_are_refused_with_the_legal_ones(tmp_path: Path) ->
         planned(tmp_path, "cluster.workers=8", "train.tensor_parallel=3")
     with pytest.raises(UserError, match=r"Legal sizes for this model"):
         planned(tmp_path, "cluster.workers=8", "rollout.tensor_parallel=8")
+
+
+# ---- knobs and reasons -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("example", "overrides", "hardware", "shape"),
+    [
+        ("gsm8k/grpo", (), "1x4090", "Qwen2.5-0.5B"),
+        ("gsm8k/sft", (), "8xH100", "Qwen2.5-32B"),
+        ("math/dapo", ("algorithm.entropy_coef=0.001",), "16xH100", "Qwen3-30B-A3B"),
+        ("chat/ppo", ("cluster.workers=8", "cluster.roles={critic=2}", "algorithm.kl_coef=0.01"), "8xH100", "Qwen2.5-7B"),
+        ("chat/ppo", ("train.shard=full",), "4xCPU", "Qwen2.5-0.5B"),
+    ],
+)
+def test_each_knob_has_a_reason_that_is_told(
+    example: str, overrides: tuple[str, ...], hardware: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "runners_up", lambda *given: {})
+    found = command.planned(ROOT / "examples" / f"{example}.toml", overrides, hardware, shape, None)
+    lines = list(found.lines())
+    assert found.knobs.keys() == found.why.keys()
+    for knob, why in found.why.items():
+        assert len(why.split()) >= 3 or why.startswith("as "), knob
+        assert sum(line.startswith(f"{knob} = ") and line.endswith(why) for line in lines) == 1, knob
+    fixed = {"train.packing", "train.fused_head", "train.entropy_recompute", "actor.dynamic_batch"}
+    fixed |= {"train.balance"} if found.run.cluster.gpus > 1 else set()
+    fixed |= {"rollout.engine", "rollout.log_stats", "rollout.block_tokens"} if found.run.rollout else set()
+    assert fixed <= found.why.keys()
+    for own in found.run.others:
+        sizes = {f"{own.role}.{key}" for key in ("tensor_parallel", "sequence_parallel", "dynamic_batch")}
+        assert sizes <= found.knobs.keys() and found.knobs[f"{own.role}.tensor_parallel"] == own.run.layout.tensor
+
+
+def budgets_told(*overrides: str, hardware: str, shape: str) -> dict[str, tuple[int, str]]:
+    """Token budgets of updates in PPO, with their reasons, by role."""
+    config = load(ROOT / "examples" / "gsm8k" / "ppo.toml", overrides, here=False)
+    own = own_plan(config, named_shape(shape), command.cluster_for(config, hardware), None)
+    return {role: (own.knobs[f"{role}.token_budget"], own.why[f"{role}.token_budget"]) for role in ("actor", "critic")}
+
+
+def test_that_a_critic_has_twice_the_actors_tokens_is_told_where_it_has() -> None:
+    told = budgets_told("actor.token_budget=8192", hardware="8xH200", shape="Qwen2.5-3B")
+    assert told["critic"] == (16384, "twice the actor's: there is no vocabulary head")
+    told = budgets_told(hardware="1xH200", shape="Qwen2.5-0.5B")
+    assert told["actor"][0] == 32768 and told["critic"] == (32768, "it keeps the GPU busy, and more would only take memory")
+
+
+def test_knobs_that_are_set_by_hand_are_listed(tmp_path: Path) -> None:
+    given = {"rollout.memory_fraction": 0.5, "actor.dynamic_batch": False, "actor.micro_batch": 2, "train.recompute": "full"}
+    given |= {"train.recompute_layers": 4, "train.entropy_chunk": 512, "algorithm.prompts_per_step": 32}
+    found = planned(tmp_path, *(f"{key}={json.dumps(value)}" for key, value in given.items()), hardware="1xH100", shape="Qwen2.5-1.5B")
+    assert {key: found.knobs[key] for key in given} == given
+    assert {found.why[key] for key in given} == {"set in the run"} and found.why["train.packing"] != "set in the run"
+    assert found.why["rollout.kv_bytes"].startswith("0.5 of what is free in rollouts (rollout.memory_fraction)")
+    assert "rollout.kv_bytes" not in found.runners_up
+    # Micro-batches are filled by samples: no budget of tokens is in use.
+    assert not any(knob.startswith("actor.") and knob.endswith("token_budget") for knob in found.knobs)
+    by_tokens = planned(tmp_path, hardware="1xH100", shape="Qwen2.5-1.5B")
+    assert by_tokens.knobs["actor.token_budget"] == 16384 and "all samples at once" in by_tokens.why["rollout.kv_bytes"]
+
+
+def test_keys_that_a_role_takes_over_are_told(tmp_path: Path) -> None:
+    overrides = (*ROLES, "train.recompute=full", "critic.sequence_parallel=2", "reward_model.tensor_parallel=2")
+    found = planned(tmp_path, *overrides, hardware="8xH200", shape="Qwen2.5-1.5B")
+    assert found.why["critic.recompute"] == "as train.recompute" and found.why["critic.tensor_parallel"] == "as train.tensor_parallel"
+    assert found.knobs["critic.sequence_parallel"] == 2 and found.why["critic.sequence_parallel"] == "set in the run"
+    assert found.knobs["reward_model.tensor_parallel"] == 2 and found.why["reward_model.tensor_parallel"] == "set in the run"
+
+
+def test_the_knobs_of_a_run_that_is_refused_are_those_that_are_known(tmp_path: Path) -> None:
+    found = planned(tmp_path, "rollout.kv_bytes=1000000", hardware="8xH100")
+    assert found.refused.startswith("the KV cache: rollout.kv_bytes = 1000000") and not found.fits
+    assert found.knobs["rollout.kv_bytes"] == 1000000 and found.knobs["train.shard"] == "optimizer"
+    assert found.knobs["train.recompute"] == found.run.recompute.kind == "full"  # as the run would have it, but for its cache
+    assert found.knobs["actor.token_budget"] == 16384 and found.knobs.keys() == found.why.keys()
+    assert "rollout.max_seqs" not in found.knobs
+    crowded = planned(tmp_path, hardware="1xH100-20GB")  # nothing is known of how roles would run
+    assert crowded.refused and "train.recompute" not in crowded.knobs and crowded.why["train.packing"]
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------------------------------
@@ -210,6 +387,7 @@ def test_a_length_that_explains_nothing_is_not_taken(tmp_path: Path) -> None:
 
 # ---- the page ----------------------------------------------------------------------------------------------------------------------------
 
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
 BLOCKS = re.findall(r"```\n(\$ fulltilt plan .*?)\n```", PAGE.read_text(), re.DOTALL)
 
 
@@ -226,6 +404,28 @@ def test_the_page_shows_what_the_command_prints(block: str, monkeypatch: pytest.
     if shown[0] == "...":
         shown, printed = shown[1:], printed[-len(shown) + 1 :]
     assert shown == [re.sub(r" +", " ", line) for line in printed]
+
+
+def commands_of_pages() -> dict[str, int]:
+    """Each `fulltilt plan` command of the two pages, with the exit code that its page says: 3 where it does not fit."""
+    pages = [page.read_text() for page in (PAGE, TROUBLE)]
+    found: dict[str, int] = {}
+    for code in (code for page in pages for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for code in block.splitlines()):
+        found[code.partition("#")[0].strip()] = 0
+    for code, says in (each for page in pages for each in re.findall(r"`(fulltilt plan [^`\n]+)`( \(exit code 3\))?", page)):
+        found[code] = 3 if says else 0
+    for first, *shown in map(unwrapped, BLOCKS):
+        found[first.removeprefix("$ ")] = 3 if any(line.startswith("it does not fit") for line in shown) else 0
+    return {code: says for code, says in found.items() if code.startswith("fulltilt plan ") and "RUN.toml" not in code}
+
+
+@pytest.mark.parametrize(("code", "says"), commands_of_pages().items())
+def test_each_command_of_the_pages_ends_as_its_page_says(code: str, says: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    # What takes the time, and has no part in whether the run fits.
+    monkeypatch.setattr(report, "runners_up", lambda *given: {})
+    monkeypatch.setattr(report, "remedies", lambda *given: [])
+    assert plan(*code.removeprefix("fulltilt plan ").split())[0] == says
 
 
 def test_the_page_shows_the_published_tables_as_they_are_printed() -> None:

@@ -19,13 +19,14 @@ from typing import Any
 import forked
 import numpy as np
 import pytest
+import torch
 import toy_worker
 
-from fulltilt.cluster import processes, stacks
+from fulltilt.cluster import processes, service, stacks, wire
 from fulltilt.cluster.hosts import Hosts, WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.local import Local
-from fulltilt.cluster.processes import Processes, WorkerPeer
-from fulltilt.records import UserError
+from fulltilt.cluster.processes import LauncherHere, Processes, WorkerPeer
+from fulltilt.records import RunWarning, UserError
 
 SIZE = 2
 
@@ -185,6 +186,33 @@ def test_only_the_end_of_the_output_is_kept(pool: Processes) -> None:
     assert call(pool, "output_bytes") == [0, 0]
 
 
+def test_the_whole_output_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+    """That of another run stays in front of it, and what was printed before there was a folder is not lost."""
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    (folder / "1.log").write_text("earlier\n")
+    with workers() as host:
+        call(host, "print_much", 17 * 2**20)
+        host.keep_output(folder)
+        assert host.start("print_much", [None, (3,)], what="printing").results() == [None, None]
+        assert not (folder / "0.log").exists() and (folder / "1.log").stat().st_size == 8 + 17 * 2**20 + 1 + 4
+        assert call(host, "output_bytes") == [0, 4]  # the end was of use to the call in which it was written
+        host.start("print_much", [(5,), None], what="printing").results()
+    assert (folder / "0.log").read_text() == "x" * 17 * 2**20 + "\nxxxxx\n"
+    text = (folder / "1.log").read_text()
+    assert text.startswith("earlier\nxxx") and text.endswith("x\nxxx\n")
+
+
+def test_a_worker_that_fails_leaves_its_output_and_a_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    with workers() as host:
+        host.keep_output(tmp_path / "gone" / "workers")
+        call(host, "print_much", 3)
+        host.keep_output(tmp_path / "workers")
+        with pytest.raises(WorkerError, match="no such toy"):
+            host.start("fail", [(1,)] * SIZE, what="failing").results()
+    assert not (tmp_path / "gone").exists() and (tmp_path / "workers" / "1.log").read_text() == "xxx\n"
+
+
 def test_an_interrupted_wait_loses_nothing(pool: Processes) -> None:
     waiting = pool.start("wait_for_gate", [()] * SIZE, what="waiting")
     before = pool.start("add", [(5,)] * SIZE, what="before")
@@ -317,6 +345,104 @@ def test_a_module_that_does_not_exist_is_named() -> None:
         Processes([0], "no_such_toy:make")
 
 
+# -- warnings ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_of_workers_is_shown_once_with_the_names_of_those_who_say_it(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(pool, "on_warning", shown.append)
+    for ranks, text in (([1], "slower"), ([0, 1], "no graphs"), ([0], "slower"), ([0, 1], "no graphs"), ([], "nothing")):
+        call(pool, "warn", ranks, text)
+    assert shown == ["worker 1: slower", "no graphs"]
+    call(pool, "warn", [0, 1], "divide by zero", toy_worker.__file__)
+    call(pool, "warn", [0, 1], "of a library", np.__file__)
+    assert shown[2:] == [f"{toy_worker.__file__}:7: divide by zero"]
+
+
+def test_a_warning_waits_for_the_others_while_a_call_is_in_progress(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(pool, "on_warning", shown.append)
+    waiting = pool.start("wait_for_gate", [()] * SIZE, what="waiting")
+    assert pool.start("warn", [([0], "beside"), None], what="aside", aside=True).results() == [None, None]
+    assert shown == []
+    pool.start("open_gate", [()] * SIZE, what="aside", aside=True).results()
+    waiting.results()
+    call(pool, "warn", [1], "beside")
+    assert shown == ["worker 0: beside"]
+
+
+def test_warnings_before_a_failure_are_shown() -> None:
+    with pytest.warns(RunWarning, match="^worker 1: about to fail$"), workers() as host:
+        host.start("warn", [None, ([1], "about to fail")], what="warning")
+        with pytest.raises(WorkerError, match="no such toy"):
+            host.start("fail", [(1,)] * SIZE, what="failing").results()
+
+
+def test_warnings_of_many_workers_are_told_by_their_number() -> None:
+    host = Processes.__new__(Processes)
+    host.size = 8
+    assert [host._whose(list(range(count))) for count in (1, 2, 5, 8)] == ["worker 0: ", "workers 0 and 1: ", "5 of 8 workers: ", ""]
+
+
+class Counted:
+    """Counts how often it is pickled; arrives as a list."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.pickled = name, 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.pickled += 1
+        return list, ([self.name, "x" * 10**6],)
+
+
+def test_what_workers_have_in_common_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked.use(monkeypatch)
+    common = [Counted("a"), Counted("b")]
+    with contextlib.closing(Processes(range(3), "toy_worker:make_with", common=[common[0], common[0], common[1]])) as host:
+        assert [log[0] for log in call(host, "read_log")] == ["a", "a", "b"] and call(host, "add", 1) == [1, 2, 3]
+    assert [each.pickled for each in common] == [1, 1]
+
+
+def test_messages_to_many_do_not_copy_what_they_have_in_common() -> None:
+    once, given = wire.pickled_once(), ["x" * 10**6]
+    messages = [wire.pack(wire.Start(0, "toy_worker:make", (once(given), once(rank)), False)) for rank in range(2)]
+    assert messages[0][2].obj is messages[1][2].obj and sum(part.nbytes for part in messages[0][:2]) < 1000
+
+
+# -- the store through which workers find one another --------------------------------------------------------------------------------------
+
+
+def listening_at(port: int) -> list[str]:
+    """The addresses at which this system accepts connections at the port, as /proc has them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    places = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    return [host for host, own in places if int(own, 16) == port]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says where a process listens")
+def test_the_store_listens_at_one_address() -> None:
+    store = service.open_store("127.0.0.1", 2)
+    port = store.port
+    assert listening_at(port) == ["0100007F"]
+    other = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    del other, store
+    assert listening_at(port) == []
+
+
+def test_the_store_of_a_torch_that_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[dict[str, Any]] = []
+
+    def old(host: str, port: int, *, is_master: bool, wait_for_workers: bool) -> str:
+        taken.append({"host": host, "port": port, "is_master": is_master, "wait_for_workers": wait_for_workers})
+        return "store"
+
+    monkeypatch.setattr(service.dist, "TCPStore", old)
+    assert service.open_store("127.0.0.1", 2) == "store"
+    assert taken == [{"host": "127.0.0.1", "port": 0, "is_master": True, "wait_for_workers": False}]
+
+
 # -- silence -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -346,11 +472,13 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
     assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
 
 
-def launch_and_greet(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
+class Greeted(LauncherHere):
     """Processes that have sent their first message: how long an interpreter takes to start is not what is tested."""
-    for peer in processes.launch_here(ranks, environment):
-        assert select.select([peer.connection._socket], [], [], 120)[0]
-        yield peer
+
+    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
+        for peer in super().launch(ranks, environment):
+            assert select.select([peer.connection._socket], [], [], 120)[0]
+            yield peer
 
 
 @pytest.mark.usefixtures("slow_stacks")
@@ -367,7 +495,7 @@ def test_a_worker_that_hangs_while_it_loads_is_named(tmp_path: Path, monkeypatch
         told.write_text(text)
 
     began = time.monotonic()
-    Processes([0], "slow_toy:make", launch=launch_and_greet, on_stall=on_stall, stall_s=1.5).close()
+    Processes([0], "slow_toy:make", launcher=Greeted(), on_stall=on_stall, stall_s=1.5).close()
     assert len(seconds) == 1 and seconds[0] > 1.5
     text = told.read_text()
     assert re.match(r"worker 0 \(process \d+\) is still loading, without progress for \d+ s\n", text)
@@ -402,7 +530,7 @@ def test_neither_a_worker_that_loads_slowly_nor_one_that_waits_for_it_is_reporte
     told: list[str] = []
     began = time.monotonic()
     orders = [(rank, str(weights), str(tmp_path / "store")) for rank in range(2)]
-    Processes(orders, "slow_loader:make", launch=launch_and_greet, on_stall=told.append, stall_s=4.0).close()
+    Processes(orders, "slow_loader:make", launcher=Greeted(), on_stall=told.append, stall_s=4.0).close()
     assert not told and time.monotonic() - began > 8.0
 
 
@@ -429,7 +557,7 @@ def test_reading_an_order_and_importing_what_it_names_is_not_silence(tmp_path: P
     monkeypatch.syspath_prepend(tmp_path)
     told: list[str] = []
     orders = [importlib.import_module("slow_order").Order()]
-    Processes(orders, "toy_worker:make", launch=launch_and_greet, on_stall=told.append, stall_s=3.0).close()
+    Processes(orders, "toy_worker:make", launcher=Greeted(), on_stall=told.append, stall_s=3.0).close()
     assert not told
 
 
@@ -540,6 +668,24 @@ def test_only_what_a_worker_waits_in_is_its_collective_operation() -> None:
     # NCCL returns at once: what waits is the line that reads the result.
     assert collective(("fulltilt/parallel/ranks.py", "norm"), ("fulltilt/training/optim.py", "step")) == "norm"
     assert collective(("fulltilt/training/optim.py", "step"), ("fulltilt/parallel/ranks.py", "norm")) is None
+
+
+def test_waiting_in_a_collective_for_a_worker_that_makes_progress_is_not_silence(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a worker which has no samples of a mini-batch, while the others compute theirs."""
+    told: list[str] = []
+    frames = stacks.frames_of_calls(COLLECTIVE)
+    everyone = [stacks.Whereabouts("worker 0", "update", frames), stacks.Whereabouts("worker 1", "update", frames[2:])]
+    monkeypatch.setattr(pool, "_whereabouts", lambda call: everyone)
+    monkeypatch.setattr(pool, "on_stall", told.append)
+    waiting = pool.start("wait_for_gate", [()] * SIZE, what="update")
+    waiting.silent_s[:] = [46.0, 1.0]
+    pool._look_for_silence(waiting)
+    assert waiting.silent_s == [0.0, 1.0] and not told
+    waiting.silent_s[:] = [46.0, 46.0]
+    pool._look_for_silence(waiting)
+    assert len(told) == 1 and "The others wait for worker 1" in told[0]
+    pool.start("open_gate", [()] * SIZE, what="aside", aside=True).results()
+    assert waiting.results() == [True] * SIZE
 
 
 @pytest.mark.long

@@ -136,6 +136,21 @@ def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devi
         assert not parts.worker._may_queue
 
 
+def assert_nothing_is_lost(pair: Pair, pool: devices.Pool, faults: str, expected: list[list[list[int]]]) -> None:
+    lines: list[str] = []
+    pair.gate.touch()
+    pair.crew.budgets.say = lines.append
+    pool.processes.start("run_out", [(faults,)] * 4, what="breaking").results()
+    for failures in (2, 0):
+        assert sampled(pair.crew) == expected
+        assert pair.crew.metrics()["perf/out_of_memory"] == failures and len(lines) == 1
+    assert pair.crew.budgets.changed.keys() == {"max_seqs", "max_batched_tokens"} and "out of memory in rollout on workers" in lines[0]
+
+
+def test_the_queue_feeds_engines_that_ran_out_of_memory(pair: Pair, pool_of_devices: devices.Pool, expected: list[list[list[int]]]) -> None:
+    assert_nothing_is_lost(pair, pool_of_devices, "actor.decode:1@1,actor.prefill:1@0", expected)
+
+
 @pytest.fixture
 def two_groups(pool_of_devices: devices.Pool, folder: Path, tmp_path: Path) -> Iterator[Pair]:
     """Two groups of workers that sample together, with a queue; the second group waits until the gate is there."""
@@ -159,6 +174,13 @@ def test_workers_that_sample_together_take_from_the_queue_and_stop_together(two_
     two_groups.gate.unlink()
     found, counts = groups_told(two_groups, few, until=len(few) - 3)
     assert found == expected[: len(few)] and counts == {0: len(few) - 3, 2: 3}
+
+
+@pytest.mark.long
+def test_the_queue_feeds_members_that_ran_out_of_memory(
+    two_groups: Pair, pool_of_devices: devices.Pool, expected: list[list[list[int]]]
+) -> None:
+    assert_nothing_is_lost(two_groups, pool_of_devices, "actor.steps:5@1,actor.prefill:1@2", expected)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import runs
@@ -25,12 +27,13 @@ pytest.importorskip("ray")
 
 from fulltilt import doctor
 from fulltilt.algo.build import build
-from fulltilt.cluster import checks, keeper, ray
+from fulltilt.cluster import address, assembly, checks, keeper, ray, service
 from fulltilt.cluster.checks import require_ray
-from fulltilt.cluster.keeper import Questions, SignsOfLife, WorkerKeeper, facts_of_machine
+from fulltilt.cluster.keeper import HubModel, Questions, SignsOfLife, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.ray import Shared
 from fulltilt.cluster.wire import Connection, Hello, Item, Result, Start, pack
 from fulltilt.folders import content_digest
+from fulltilt.loop.opening import find_mistakes
 from fulltilt.records import UserError
 
 # -- the configuration ---------------------------------------------------------------------------------------------------------------------
@@ -76,23 +79,78 @@ def server(answer: bytes | None) -> Iterator[str]:
 
 def test_an_address_at_which_nothing_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr(ray, "ANSWER_S", 200.0)  # which must not pass
+        place = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(address, "ANSWER_S", 200.0)  # which must not pass
     began = time.monotonic()
-    with pytest.raises(UserError, match=rf"cluster.address: nothing answers at {address} \(.*refused\)"):
-        ray.join(address, 2, 1)
-    with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address, pytest.raises(UserError, match=f"what answers at {address} is not Ray"):
-        ray.join(address, 2, 1)
+    with pytest.raises(UserError, match=rf"cluster.address: nothing answers at {place} \(.*refused\)"):
+        ray.join(place, 2, 1)
+    with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as place, pytest.raises(UserError, match=f"what answers at {place} is not Ray"):
+        ray.join(place, 2, 1)
     assert time.monotonic() - began < 100
-    monkeypatch.setattr(ray, "ANSWER_S", 0.3)
-    with server(None) as address, pytest.raises(UserError, match=rf"nothing answers at {address} \(timed out\)"):
-        ray.join(address, 2, 1)
+    monkeypatch.setattr(address, "ANSWER_S", 0.3)
+    with server(None) as place, pytest.raises(UserError, match=rf"nothing answers at {place} \(timed out\)"):
+        ray.join(place, 2, 1)
 
 
-@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:", ":6379", "10.0.0.1:port"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match=f"cluster.address: {address} is not HOST:PORT"):
-        ray.join(address, 1, 1)
+@pytest.mark.parametrize("given", ["ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:", ":6379", "10.0.0.1:port"])
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=f"cluster.address: {given} is not HOST:PORT"):
+        ray.join(given, 1, 1)
+
+
+def test_a_run_and_its_check_look_at_the_address_before_the_data(
+    tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    config = runs.read_config(folder, "cluster.address=127.0.0.1:1")
+    monkeypatch.setattr(assembly, "read_training_data", lambda *args: pytest.fail("data was read"))
+    with contextlib.chdir(folder):
+        (text,) = find_mistakes(config)
+        assert text.startswith("cluster.address: nothing answers at 127.0.0.1:1 (")
+        with pytest.raises(UserError, match=re.escape(text)):
+            assembly.assemble(config)
+
+
+def test_a_check_asks_every_machine_that_a_run_could_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    nodes = [
+        {"Alive": name != "gone", "NodeManagerHostname": name, "NodeManagerAddress": name, "Resources": {"CPU": cores}}
+        for name, cores in (("a", 4.0), ("b", 4.0), ("small", 1.0), ("gone", 4.0))
+    ]
+
+    def ask(nodes: Sequence[Mapping[str, str]], questions: Questions) -> Iterator[tuple[Mapping[str, str], ray.Machine, object]]:
+        here = facts_of_machine(questions)
+        for node, there in zip(nodes, (replace(here, has_folder=False), UserError("the machine b has not answered")), strict=True):
+            yield node, ray.Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], None), there
+
+    monkeypatch.setattr(ray.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "join", lambda *args, gpus: SimpleNamespace(leave=lambda: left.append("left")))
+    monkeypatch.setattr(ray, "ask_machines", ask)
+    found = ray.wrong_machines("10.0.0.1:6379", 2, 2, Shared(tmp_path / "run", {}), gpus=False)
+    assert len(found) == 2 and found[0].startswith("the machine a has no folder") and found[1] == "the machine b has not answered"
+    assert left == ["left"] and list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_of_its_own_has_no_more_workers_than_devices(
+    tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without Ray: only tests let workers share devices."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    config = runs.read_config(folder, "cluster.workers=64", "cluster.address=auto", "reward.workers=64")
+    monkeypatch.setattr(checks, "usable_cores", lambda: 2)
+    assert checks.open_address(config, "cpu") is None  # conftest.py lets them
+    monkeypatch.delenv("FULLTILT_SHARE_DEVICES")
+    with contextlib.chdir(folder), pytest.raises(UserError, match=r"cluster.workers: 64 workers need a core each, and this machine has 2"):
+        assembly.assemble(config)
+    started: list[dict[str, object]] = []
+    monkeypatch.setattr(ray, "start", lambda what, files=None, **options: started.append(options))
+    monkeypatch.setattr(ray, "usable_cores", lambda: 2)
+    ray.join("auto", 1, 64)
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    ray.join("auto", 1, 64)
+    assert [options["num_cpus"] for options in started] == [2, 64]
 
 
 def test_auto_finds_no_cluster_for_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +184,54 @@ def test_equal_machines_pass(tmp_path: Path, questions: Questions) -> None:
     assert here.contents == {"model": {"config.json": content_digest(tmp_path / "model" / "config.json")}, "missing": None}
     assert {"torch", "transformers", "Python"} < set(here.versions)
     assert list(ray.differences("b", here, here, Shared(tmp_path, {"model.path": "model"}), 0)) == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["model", Path(questions.marker).name])
+
+
+def test_a_machine_that_cannot_write_is_refused(tmp_path: Path, questions: Questions, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(questions.marker).touch()
+    here = facts_of_machine(questions)
+
+    def refuse(**options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(keeper.tempfile, "TemporaryFile", refuse)
+    (text,) = ray.differences("node-b", facts_of_machine(questions), here, Shared(tmp_path, {}), 0)
+    assert text == f"run.dir: the machine node-b cannot write to {tmp_path}. Give the user of the Ray workers there the right to write"
+    assert facts_of_machine(replace(questions, marker="")).writes_there, "nobody asks"
+
+
+def test_packages_that_decide_results_are_compared(tmp_path: Path, questions: Questions) -> None:
+    Path(questions.marker).touch()
+    here = replace(facts_of_machine(questions), versions={"torch": "2.13.0", "peft": "1.0"})
+    there = replace(here, versions={"torch": "2.13.0", "triton": "3.4"})
+    assert list(ray.differences("node-b", there, here, Shared(tmp_path, {}), 0)) == [
+        "the machine node-b has peft none, and this one 1.0. Install the same on all machines",
+        "the machine node-b has triton 3.4, and this one none. Install the same on all machines",
+    ]
+    assert {"torch", "transformers", "safetensors", "tokenizers"} < keeper.versions().keys()
+
+
+def test_files_that_functions_import_are_compared(tmp_path: Path, model_folders: Callable[[str], Path]) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    (folder / "reward.py").write_text("from parts import letters\n" + (folder / "reward.py").read_text())
+    (folder / "parts").mkdir()
+    (folder / "parts" / "letters.py").write_text("")
+    with contextlib.chdir(folder):
+        found = service.files_of_functions(runs.read_config(folder))
+    assert found == {
+        "the reward reward.py:score": str(folder / "reward.py"),
+        "the reward reward.py:score, which imports parts/letters.py": str(folder / "parts" / "letters.py"),
+    }
+
+
+def test_machines_that_a_run_leaves_unused_are_told(tmp_path: Path, model_folders: Callable[[str], Path]) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    config = runs.read_config(folder, "cluster.address=auto")
+    assert service.unused_machines(config, 1) is None
+    assert service.unused_machines(config, 4) == (
+        "cluster.nodes is not set: the run uses 1 of the 4 machines of the Ray cluster. Set cluster.nodes = 4 to use them all, or 1"
+    )
+    assert service.unused_machines(runs.read_config(folder, "cluster.address=auto", "cluster.nodes=1"), 4) is None
 
 
 def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) -> None:
@@ -152,6 +258,18 @@ def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) 
     other = replace(here, sees_marker=True, contents=facts_of_machine(questions).contents)
     (text,) = ray.differences("node-b", other, here, Shared(tmp_path, {"model.path": "model"}), 0)
     assert text.startswith("model.path: model holds other files on the machine node-b")
+
+
+def test_a_machine_without_a_model_of_the_hub_is_refused(tmp_path: Path) -> None:
+    model = HubModel("org/tiny", "a" * 40)
+    here = facts_of_machine(Questions(str(tmp_path), str(tmp_path), (), ()))
+    there = replace(here, without={model: "the network is down"})
+    (text,) = ray.differences("node-b", there, here, Shared(tmp_path, {}, {"model.path": model}), 0)
+    assert text == (
+        f"model.path: the machine node-b has not all of org/tiny at commit {model.commit} in its cache of the hub, and cannot download it: "
+        f"the network is down. Run `hf download org/tiny --revision {model.commit}` there, or set HF_HOME to a folder that all machines "
+        "share"
+    )
 
 
 def test_the_source_decides_which_version_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +327,7 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
     connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
     deadline = time.monotonic() + 60
-    while "wait_for_gate" not in found.stacks(0):
+    while "wait_for_gate" not in found.stacks([0], 1.0).get(0, ""):
         assert time.monotonic() < deadline
     assert found.signs() == [SignsOfLife()]
     found.signs(activity=True)
@@ -217,6 +335,86 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     os.kill(pid, signal.SIGKILL)
     assert found.obituary(0).how == "was killed by signal 9 (SIGKILL)" and found.signs() == [SignsOfLife(ended=True)]
     connection.close()
+
+
+class Keepers:
+    """Stands for Ray: the clock is advanced by whoever waits, and answers come at once, or never from machines that are `stuck`."""
+
+    def __init__(self) -> None:
+        self.now, self.stuck, self.told = 0.0, set[str](), list[tuple[str, str, tuple[object, ...]]]()
+
+    def machine(self, name: str) -> ray.Machine:
+        def method(called: str, *args: object) -> tuple[str, object]:
+            self.told.append((name, called, args))
+            found = {index: f"stack {index}" for index in args[0]} if called == "stacks" else [SignsOfLife()] * 8  # type: ignore[attr-defined]
+            return name, found
+
+        class Keeper:
+            def __getattr__(self, called: str) -> SimpleNamespace:
+                return SimpleNamespace(remote=partial(method, called))
+
+        return ray.Machine(name, name, Keeper())
+
+    def get(self, question: tuple[str, object], timeout: float) -> object:
+        if question[0] in self.stuck:
+            self.now += timeout
+            raise ray.GetTimeoutError
+        return question[1]
+
+    def wait(self, questions: list[tuple[str, object]], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[object], list[object]]:
+        ready = [question for question in questions if question[0] not in self.stuck]
+        self.now += timeout if len(ready) < num_returns else 0.0
+        return ready, [question for question in questions if question[0] in self.stuck]
+
+
+def test_a_stuck_machine_costs_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = Keepers()
+    monkeypatch.setattr(ray.ray, "get", keepers.get)
+    monkeypatch.setattr(ray.ray, "wait", keepers.wait)
+    monkeypatch.setattr(ray.time, "monotonic", lambda: keepers.now)
+    found = ray.Machines.__new__(ray.Machines)
+    found._machines = [keepers.machine(name) for name in "abc"]
+    homes = enumerate(itertools.product(found._machines, range(8)))
+    found._homes = {rank: ray.RemoteChild(machine, index, 4000 + rank) for rank, (machine, index) in homes}
+    shown = found.stacks(range(24), 1.0)
+    assert keepers.now == 0.0 and len(keepers.told) == 3, "one question for all workers of a machine"
+    assert shown.texts == {rank: f"stack {rank % 8}" for rank in range(24)} and not shown.unreachable
+    keepers.stuck = {"b", "c"}
+    shown = found.stacks([0, 3, 9, 20], 1.0)
+    assert shown.texts == {0: "stack 0", 3: "stack 3"} and shown.unreachable == {9, 20}
+    assert keepers.now == 1.0 + ray.CALL_S, "one deadline for all machines"
+    shown = found.stacks(range(24), 1.0)
+    found.wait(5.0)
+    assert keepers.now == 1.0 + ray.CALL_S, "nobody waits again for a machine that is stuck"
+    obituary = found._homes[9].obituary()
+    assert keepers.now == 1.0 + 3 * ray.CALL_S, "unless a worker has just ended: its machine may live, and know why"
+    assert len(shown.texts) == 8 and obituary.how == "is gone, with the Ray actor that kept the workers of its machine: it does not answer"
+    keepers.stuck, keepers.now = {"c"}, 100.0
+    assert not found._homes[9].ended(), "the question for signs of life is answered"
+    assert set(found.stacks(range(24), 1.0).texts) == set(range(16)) and keepers.now == 100.0
+
+
+def test_a_restart_waits_for_what_ray_still_counts_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited, told = [0.0], 0, list[str]()
+
+    def reserve(nodes: int, workers: int | None, gpus: bool | None) -> tuple[int, str]:
+        nonlocal waited
+        waited += 1
+        now[0] += ray.ANSWER_S
+        if waited <= until:
+            raise UserError("others use them")
+        return workers or 3, "group"
+
+    monkeypatch.setattr(ray, "reserve", reserve)
+    monkeypatch.setattr(ray.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray.time, "sleep", lambda seconds: None)
+    until = 5
+    assert ray.reserve_again(2, None, True, told.append) == (3, "group") and waited == 6
+    assert told == ["the restart waits up to 120 s for Ray to have what it needs: others use them"]
+    until, now[0] = 10**6, 0.0
+    with pytest.raises(UserError, match="Ray has not had what the restart needs within 120 s: others use them"):
+        ray.reserve_again(2, None, True, told.append)
+    assert ray.AGAIN_S < now[0] < 2 * ray.AGAIN_S
 
 
 def test_a_driver_out_of_reach_is_named(tmp_path: Path) -> None:

@@ -44,12 +44,14 @@ from test_processes import (  # noqa: F401
     test_signals_to_stop_are_left_to_the_driver,
 )
 from test_ray import assert_equal_on_ray
+from test_restarts import assert_same_results
 
 from fulltilt import doctor
 from fulltilt.cluster import keeper, processes
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.ray import Machines, RayWorkers, Shared
 from fulltilt.demo import GRPO_STEPS
+from fulltilt.loop.opening import find_mistakes
 from fulltilt.observe.metrics import read_values
 from fulltilt.records import UserError
 
@@ -170,6 +172,29 @@ def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: 
             waiting.results()
 
 
+def test_a_machine_that_is_stuck_is_named_in_time(cluster: str) -> None:
+    """A keeper that is stopped answers nothing, and its workers take no message."""
+    told: list[str] = []
+    with workers(cluster, on_stall=told.append) as host:
+        keeper_of_1 = host.machines.facts[1].pid
+        waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
+        began = time.monotonic()
+        try:
+            for pid in (keeper_of_1, host.pids[1]):
+                os.kill(pid, signal.SIGSTOP)
+            host.stall_s, host.deadline_s = 1.0, 6.0
+            with pytest.raises(WorkerStuck, match=r"worker 1 \(process \d+ on \S+\) .* during waiting"):
+                waiting.results()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # Ray has killed it
+                os.kill(keeper_of_1, signal.SIGCONT)
+        seconds = time.monotonic() - began
+        print(f"{seconds:.1f} s until the workers were ended")
+        assert seconds < 60
+    assert re.search(r"worker 0 \(.*\): waiting \(wait_for_gate\), at work\n", told[0]), told[0]
+    assert re.search(r"worker 1 \(.*\): waiting \(wait_for_gate\), is on a machine that does not answer", told[0]), told[0]
+
+
 def test_too_few_machines_or_cores_are_refused(cluster: str) -> None:
     for nodes, count in ((3, 1), (2, 64)):
         asked = rf"ask for {nodes} machines with {count} cores? each, and Ray has \S+ \(4 cores, 0 GPUs\) and \S+ \(4 cores, 0 GPUs\)"
@@ -280,6 +305,24 @@ def test_the_doctor_says_what_a_cluster_has(cluster: str, pool: RayWorkers, tmp_
         assert re.search(r"\. the machine \S+ \(\S+\) has fulltilt \S+ \(\w+\), and this one .* Install the same", machine.detail), machine
 
 
+def test_a_check_compares_the_machines_of_a_cluster(
+    cluster: str, tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(runs.SOURCE))
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    settings = ["cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}", "reward.workers=2"]
+    with contextlib.chdir(folder):
+        assert find_mistakes(runs.read_config(folder, *settings)) == []
+        (text,) = find_mistakes(runs.read_config(folder, *settings, "cluster.workers=64", "reward.workers=128"))
+        assert "ask for 2 machines with 64 cores each, and Ray has" in text
+        # Machines that find another copy of the package.
+        shutil.copytree(runs.SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / "src" / "fulltilt" / "more.py").touch()
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
+        (text,) = find_mistakes(runs.read_config(folder, *settings))  # one text for both nodes, which have the same name
+    assert re.match(r"the machine \S+ \(\S+\) has fulltilt .* Install the same on all machines", text), text
+
+
 # -- the demo ------------------------------------------------------------------------------------------------------------------------------
 
 # Workers add their gradients in another order than one process. In float32 the norms of gradients then differ by 1e-8 of their size in the
@@ -360,6 +403,25 @@ def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: str, tmp_path: 
     said = (folder / "said.txt").read_text()
     assert process.returncode and re.search(r"worker \d \(process \d+ on \S+\) was killed by signal 9 \(SIGKILL\) during", said), said
     assert "Traceback" not in said
+    assert processes_with(str(folder)) == []
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_that_loses_a_worker_resumes_by_itself(cluster: str, tmp_path: Path, run_of_one_process: Path) -> None:
+    """It leaves Ray, joins it again, reserves the same machines and ends with the files of an undisturbed run."""
+    settings = ["run.steps=8", "cluster.nodes=2", "cluster.workers=1", "reward.workers=2", f"cluster.address={cluster}"]
+    undisturbed, folder = (runs.make(tmp_path / name, (run_of_one_process / "model").resolve()) for name in ("undisturbed", "folder"))
+    ended = runs.command(undisturbed, "train", "run.toml", *settings, seconds=500)
+    assert ended.code == 0, ended.error
+    process = runs.start(folder, "train", "run.toml", "cluster.restarts=1", *settings)
+    killer = threading.Thread(target=kill_a_worker, args=(folder,))
+    killer.start()
+    process.communicate(timeout=500)
+    killer.join()
+    said = (folder / "said.txt").read_text()
+    assert process.returncode == 0, said
+    assert "was killed by signal 9" in said and re.search(r"Restart 1 of 1: the run resumes from its checkpoint of step \d", said), said
+    assert_same_results(folder, undisturbed)
     assert processes_with(str(folder)) == []
 
 

@@ -22,6 +22,8 @@ from fulltilt import loop
 from fulltilt.algo.build import build
 from fulltilt.cluster import checks, processes
 from fulltilt.cluster.hosts import WorkerDied
+from fulltilt.loop import opening
+from fulltilt.loop.run import Summary
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
@@ -95,6 +97,20 @@ def wait_for_checkpoint(folder: Path, step: int) -> None:
     while step not in runs.checkpoints(folder):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_restart_that_is_refused_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Exception] = [WorkerDied("worker 1 was killed"), UserError("others use them"), UserError("no such file")]
+
+    def fail(attempts: opening.Attempts) -> Summary:
+        raise failures.pop(0)
+
+    monkeypatch.setattr(opening.Attempts, "_attempt", fail)
+    refused = r"^Restart 1 of 1: others use them\nThere is no checkpoint to resume from yet$"
+    with pytest.raises(UserError, match=refused):
+        train(folder, lambda step, metrics: None, "cluster.restarts=1")
+    with pytest.raises(UserError, match=r"^no such file$"):  # the error that the first attempt raised
+        train(folder, lambda step, metrics: None, "cluster.restarts=1")
 
 
 def kill_after(step: int, folder: Path) -> None:

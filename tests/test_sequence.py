@@ -107,6 +107,18 @@ def test_sizes_that_heads_and_workers_allow() -> None:
     assert sequence_sizes([(4, 4)], 3) == [1]
 
 
+@pytest.mark.parametrize(("size", "each"), sample_cases([(2, 15), (4, 8)], (4, 8)))
+def test_each_worker_computes_its_share_of_the_tokens(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, size: int, each: int
+) -> None:
+    """What enters the layers of a worker is T / size of a micro-batch with T = 30 tokens, rounded up: the last one has padding."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    with pool_of_devices.assembled(folder, size, *ONE_STEP, f"train.sequence_parallel={size}") as parts:
+        with parts.crew.phase("old-logprob"):
+            parts.crew.annotate("actor", "old_logprobs", forced([30]), lambda done, total: None)
+        assert parts.crew.most_tokens("actor") == each
+
+
 @pytest.mark.matrix
 def test_every_role_has_a_size_of_its_own(
     pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
@@ -249,6 +261,39 @@ def test_auto_shares_long_samples_that_do_not_fit_or_are_few(
     assert found.settings["actor"].sequence_parallel == size
     told = [text for text in found.words if "workers compute a micro-batch together" in text]
     assert len(told) == (size > 1) and why in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("longest", "samples", "within", "size", "beyond"),
+    [
+        (131072, 4, None, 16, False),  # all on one machine
+        (131072, 4, 8, 8, False),  # sixteen would leave no worker without work, and their exchanges would leave the machine
+        (16384, 2, 8, 8, False),
+        (131072, 64, 8, 4, False),  # the least that fits
+        (131072, 64, 2, 4, True),  # two do not suffice
+        (131072, 2, 2, 4, True),  # what does not fit reaches over machines, what has no work does not
+    ],
+)
+def test_auto_keeps_groups_within_a_machine_unless_none_there_suffices(
+    longest: int, samples: int, within: int | None, size: int, beyond: bool
+) -> None:
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "sft", "prompts_per_step": samples}}
+    config = Config.model_validate(sections)
+    actor = RoleFacts.of_shape(Shape.named("70B"), config, "cuda", learns=True)
+    facts = Facts("cuda", 141 << 30, 2000 << 30, {"actor": actor}, longest, 1, rollout=False, sharding=Sharding("full", 64, 64))
+    found = plan_roles(config, replace(facts, within=within))
+    assert found.settings["actor"].sequence_parallel == size
+    assert ("reaches over machines" in found.reasons["actor", "sequence_parallel"]) == beyond
+
+
+def test_auto_counts_the_members_that_divide_layers_with_those_that_share_samples() -> None:
+    """Eight workers on a machine, of which four have the parts of each layer: two of these groups have room there."""
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "sft", "prompts_per_step": 2}}
+    config = Config.model_validate(sections)
+    actor = RoleFacts.of_shape(Shape.named("70B"), config, "cuda", learns=True).part(4)
+    facts = Facts("cuda", 141 << 30, 2000 << 30, {"actor": actor}, 16384, 1, rollout=False, sharding=Sharding("full", 16, 16), parts=4)
+    sizes = [plan_roles(config, replace(facts, within=within)).settings["actor"].sequence_parallel for within in (None, 8, 4)]
+    assert sizes == [8, 2, 1]
 
 
 def test_auto_shares_the_passes_of_other_roles_only_where_they_do_not_fit() -> None:

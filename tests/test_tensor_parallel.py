@@ -59,7 +59,7 @@ FAMILIES = {
 class Case:
     family: str
     size: int
-    changes: dict[str, Any] = field(default_factory=dict)  # of the model's configuration
+    changes: dict[str, Any] = field(default_factory=dict)  # keys of the model's configuration that are changed
     dtype: str = "float64"
     role: str = "actor"
     adapters: tuple[str, ...] = ()  # targets of adapters; names of stacked experts among them

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fulltilt.batching.pack import pack
+from fulltilt.cluster.faults import Due, before
 from fulltilt.cluster.sizes import parameter_sizes
+from fulltilt.kernels.sampling import RUNNING
 from fulltilt.model.arrays import local
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.heads import Head
@@ -46,9 +48,10 @@ from fulltilt.parallel.traffic import RoleWork, predict
 from fulltilt.parallel.twin import over_same_memory, part_memory
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.decode import WORK, CapturedStep, count_nothing
+from fulltilt.rollout.decode import WORK, CapturedStep, Decoder, count_nothing
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.rollout.members import Members
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.training.roles import Policy
@@ -80,6 +83,11 @@ class Rollout(Case):
     def __str__(self) -> str:
         odd = [f"{name}={value}" for name in ("changes", "adapters", "fused", "lengths", "whole_experts") if (value := getattr(self, name))]
         return " ".join([self.family, str(self.size), self.dtype, SAMPLINGS[self.sampling], LIMITS[self.limits], *odd])
+
+
+@dataclass(frozen=True)
+class Disturbed(Rollout):
+    fault: int = 0  # the last member runs out of memory before this collective, counted from 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +189,36 @@ class RolloutWorker(TensorWorker):
         apart.append(moved["all-gather"] - after)
         return {"logits": logits, "gathered": after - before, "apart": apart, "layers": layers_of(made.model)}
 
+    def generate_ahead(self, case: Disturbed) -> tuple[list[list[int]], int, int]:
+        """As on a GPU without graphs, where a launch makes all its steps at once, and the next one begins before their tokens are known.
+        Returns the samples, failures, and launches ahead."""
+        made = self.split(case)
+        layers, members = member_layers(layers_of(build(case)), case.size), Members(made.ranks)
+        engine = NativeEngine(EngineContext(made.model, models.tokenizer(), frozenset(), layers, case.limits, members))
+        decoder: Any = engine.decoder
+        ahead: list[int] = []
+
+        def launch(steps: int) -> Any:
+            rows = torch.arange(decoder._count)
+            for _ in range(steps):
+                assert (decoder._progress.states[rows] == RUNNING).all(), "a CPU has no empty rows"
+                with torch.no_grad():
+                    decoder._advance(rows, rows, temperature=case.sampling.temperature)
+            arrived = [arrive().copy() for arrive in decoder._results()]
+            return lambda: decoder._take([partial(np.asarray, each) for each in arrived])
+
+        def give(blocks: Any) -> None:
+            ahead.append(len(blocks))
+            Decoder.give(decoder, blocks)
+
+        decoder.launch, decoder.give, decoder.overlaps, decoder.sizes = launch, give, True, lambda rows, steps: [rows] * steps
+        with patch.object(made.ranks.progress, "collective", made.ranks.progress.collective):
+            if self.rank % case.size == case.size - 1:
+                before(made.ranks.progress, "collective", Due(case.fault, case.fault))
+            groups = collect(engine.generate, random_prompts(1), case.sampling, 5, lambda group: None)
+        limits = engine.take_limits()
+        return [sample.ids.tolist() for group in groups for sample in group.samples], len(limits.failures), len(ahead)
+
 
 def make(member: devices.Member) -> RolloutWorker:
     return RolloutWorker(member.rank, dist.get_world_size())
@@ -258,6 +296,7 @@ MATRIX = [
     ],
     *[Rollout("qwen3-moe", size, adapters=STACKED, limits=TIGHT, whole_experts=True) for size in (2, 4)],
     Rollout("qwen2-moe", 2, limits=TIGHT, whole_experts=True),
+    *[Rollout(family, 1, limits=TIGHT, whole_experts=True) for family in ("qwen3-moe", "mixtral")],
 ]
 
 
@@ -324,10 +363,11 @@ class Pair(Case):
     sampled: int = 1
     experts: int = 1
     full: bool = False
+    group: int | None = None  # workers that share the parameters out among themselves, as with `train.shard = "hybrid"`; None: all
     bucket: int = 3000  # bytes
 
     def __str__(self) -> str:
-        return f"{super().__str__()} sampled by {self.sampled}"
+        return f"{super().__str__()} sampled by {self.sampled}{f' in groups of {self.group}' if self.group else ''}"
 
 
 class CountedAllocations(TorchDispatchMode):
@@ -362,12 +402,13 @@ class CopyingWorker:
         part_memory(copied, model)
         shards = None
         if case.full:
-            sharing = share(grid.data, "cpu")
+            sharing = share(grid.data, "cpu", case.group)
             shards = shard(model, with_experts(sharing, grid.replicas, "cpu") if grid.replicas else sharing)
         made, version, calls = RolloutCopy(copied, target), 0, list[int]()
         with patch.object(layout, "EXCHANGE_BYTES", case.bucket), torch.no_grad():
             made.follow(model, part, shards, lambda: version)
-            sharding = Sharding("full" if case.full else "optimizer", grid.data.size, grid.data.size, experts=case.experts)
+            kind, size = "hybrid" if case.group else "full" if case.full else "optimizer", grid.data.size
+            sharding = Sharding(kind, size, case.group or size, experts=case.experts)
             parts = max(case.size, case.experts)
             expected = {"bucket": bucket_bytes(sizes, sharding, parts)}
             expected["rounds"] = sum(
@@ -405,6 +446,7 @@ PAIRS = [
     Pair("qwen3-moe", 1, experts=2, full=True, sampled=2),
     Pair("phi3", 2, full=True, sampled=1, dtype="bfloat16"),
     Pair("llama", 1, BIASED, adapters=ALL, sampled=2),
+    Pair("qwen2", 1, UNEVEN, full=True, group=2, sampled=4),
 ]
 PAIRS_MATRIX = [
     Pair(family, size, full=full, experts=parts, sampled=sampled, bucket=bucket)
@@ -417,7 +459,7 @@ PAIRS_MATRIX = [
     if size == 1 or size != sampled
     if parts == 1 or "mo" in family or "mix" in family
     for bucket in (700, 1 << 26)
-]
+] + [Pair(family, 1, full=True, group=2, sampled=sampled) for family in ("qwen2", "gemma2", "mixtral") for sampled in (2, 4)]
 
 
 @pytest.mark.parametrize("case", [*PAIRS, *(pytest.param(case, marks=pytest.mark.matrix) for case in PAIRS_MATRIX)], ids=str)
@@ -467,3 +509,23 @@ def test_numbers_of_any_parts_reach_their_places(data: st.DataObject) -> None:
                 ):
                     into.copy_(given_numbers)
         assert torch.equal(target, take_part(wanted, whole, place) if wanted else whole)
+
+
+# Of 11 collectives of a prefill pass and 6 of a step: the first and last of each pass, and those inside of it, of steps that were begun
+# ahead, too.
+AHEAD = Disturbed("qwen2", 2, sampling=Sampling(samples=4, max_new_tokens=40, temperature=0.8), limits=replace(ROOMY, max_seqs=4))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(pytest.param(fault, marks=pytest.mark.long) for fault in (11, 40, 120)),
+        *(pytest.param(fault, marks=pytest.mark.matrix) for fault in (1, 5, 12, 13, 107, 108, 160, 203, 240)),
+    ],
+)
+def test_a_member_that_runs_out_of_memory_ends_its_steps_over_a_filler(pool: devices.Guests, fault: int) -> None:
+    """Those of a whole launch, of which the others make the rest. All go on with the same samples."""
+    (expected, failures, ahead), *_ = call(pool, "generate_ahead", AHEAD)
+    assert failures == 0 and ahead == 2
+    for samples, failures, _ in call(pool, "generate_ahead", replace(AHEAD, fault=fault)):
+        assert samples == expected and failures == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -17,7 +18,9 @@ import pytest
 import runs
 import test_expert_parallel as experts
 import test_tensor_parallel as tensor
+import test_tensor_rollout as rollouts
 import torch
+import torch.distributed as dist
 from variants import sample_cases
 
 from fulltilt.batching.schedule import distribute, fixed, split_minibatches
@@ -29,6 +32,7 @@ from fulltilt.cluster.sizes import parameter_sizes
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.load import shape_of
+from fulltilt.parallel import tensor as tensor_parallel
 from fulltilt.parallel.experts import ExpertExchange, expert_table
 from fulltilt.parallel.grid import Grid
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
@@ -37,15 +41,20 @@ from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.sequence import SequenceGroup
 from fulltilt.parallel.shard import neighbours
 from fulltilt.parallel.slices import slice_table
+from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.traffic import (
     FILLER,
+    DecodePass,
     ExpertPass,
     ExpertWork,
+    PrefillPass,
     Reads,
     RoleWork,
+    RolloutWork,
     SequenceWork,
     Stream,
     TensorWork,
+    agreed_bytes,
     expert_pass,
     most_received,
     predict,
@@ -55,7 +64,16 @@ from fulltilt.parallel.traffic import (
     tensor_pass,
 )
 from fulltilt.plan import Division, Facts, loading_order
-from fulltilt.records import MicroBatch, Row
+from fulltilt.records import MicroBatch, Prompt, Row
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.decode import Decoder
+from fulltilt.rollout.engine import EngineContext
+from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.rollout.members import Members
+from fulltilt.rollout.runner import Runner
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.scheduler import Pass
+from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES, Recompute, Shape
 from fulltilt.training import roles
@@ -115,7 +133,8 @@ def metrics_of_a_step(parts: RunParts) -> dict[str, float]:
         if parts.crew._count_parts(role) > 1:
             assert 0 < updated[f"timing_s/workers/update_{role}/mean"] <= updated[f"timing_s/workers/update_{role}/max"]
     with parts.crew.phase("old-logprob"):
-        parts.crew.annotate("actor", "old_logprobs", made_up_rows(), lambda done, total: None)
+        annotated = parts.crew.annotate("actor", "old_logprobs", made_up_rows(), lambda done, total: None)
+        assert len(annotated.seconds) == parts.crew._count_parts("actor") and min(annotated.seconds) > 0
     with parts.crew.phase("sync"):
         parts.crew.sync(1)
     found = parts.crew.metrics()
@@ -264,7 +283,7 @@ def test_large_models() -> None:
 
 def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
-    for table in (scaling.table, scaling.layouts_table, scaling.long_table, scaling.rows_table):
+    for table in (scaling.table, scaling.layouts_table, scaling.rollouts_table, scaling.long_table, scaling.rows_table):
         assert "\n".join(table()) in page
 
 
@@ -446,14 +465,139 @@ def test_members_of_a_tensor_parallel_group_move_what_is_predicted(
     assert [summed for _, summed, _ in found] == [{"all-reduce": shared * itemsize}] * pool.size
 
 
+# ---- rollouts of members that sample together --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CountedRollout:
+    """A rollout as one member sees it."""
+
+    passes: list[PrefillPass | DecodePass]
+    moved: dict[str, int]  # bytes that `Ranks.moved` counts
+    sent: Counter[str]  # bytes of all tensors that went through torch.distributed
+    lengths: list[int]  # tokens of each response
+    stats: EngineStats
+
+
+class CountingSampler(rollouts.RolloutWorker):
+    """A member that tells what a rollout moves, in which passes."""
+
+    def count(self, case: rollouts.Rollout) -> CountedRollout:
+        made = self.split(case)
+        layers, members = member_layers(rollouts.layers_of(tensor.build(case)), case.size), Members(made.ranks)
+        context = EngineContext(made.model, rollouts.models.tokenizer(), frozenset({rollouts.END}), layers, case.limits, members)
+        engine, passes, sent = NativeEngine(context), list[PrefillPass | DecodePass](), Counter[str]()
+        moved = made.ranks.moved
+        moved.clear()  # layers are compared when they are fused
+        run, launch, advance = Runner.run, Decoder.launch, Decoder._advance
+
+        def prefill(runner: Runner, step: Pass) -> torch.Tensor:
+            passes.append(PrefillPass(sum(work.count for work in step.work), sum(bool(work.samples) for work in step.work)))
+            return run(runner, step)
+
+        def decode(decoder: Decoder, steps: int) -> Any:
+            passes.append(DecodePass([]))
+            return launch(decoder, steps)
+
+        def step(decoder: Decoder, rows: Any, numbers: torch.Tensor, **sampling: Any) -> None:
+            passes[-1].steps.append(len(numbers))  # type: ignore[union-attr]
+            advance(decoder, rows, numbers, **sampling)
+
+        def counted(kind: str, place: int, collective: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*tensors: Any, **group: Any) -> Any:
+                sent[kind] += tensors[place].nbytes
+                return collective(*tensors, **group)
+
+            return call
+
+        changes = [(Runner, "run", prefill), (Decoder, "launch", decode), (Decoder, "_advance", step)]
+        changes += [(dist, "all_reduce", counted("all-reduce", 0, dist.all_reduce))]
+        changes += [(tensor_parallel, "gather_into", counted("all-gather", 0, tensor_parallel.gather_into))]
+        changes += [(tensor_parallel, "reduce_into", counted("reduce-scatter", 1, tensor_parallel.reduce_into))]
+        with contextlib.ExitStack() as stack:
+            for owner, name, own in changes:
+                stack.enter_context(patch.object(owner, name, own))
+            groups = collect(engine.generate, rollouts.prompts(), case.sampling, 5, lambda group: None)
+        lengths = [len(sample.ids) for group in groups for sample in group.samples]
+        return CountedRollout(passes, {kind: count for kind, count in moved.items() if count}, sent, lengths, engine.stats())
+
+
+def make_sampler(member: devices.Member) -> CountingSampler:
+    return CountingSampler(member.rank, devices.SIZE)
+
+
+UNTIED = {"tie_word_embeddings": False}
+ROLLOUTS = [
+    rollouts.Rollout("qwen2", 2, rollouts.TIED, fused=True),
+    rollouts.Rollout("gemma2", 2, limits=rollouts.TIGHT),
+    rollouts.Rollout("qwen3-moe", 2, whole_experts=True),
+]
+ROLLOUT_MATRIX = [
+    *[
+        rollouts.Rollout(family, size, changes, limits=limits)
+        for family, changes in (("qwen2", tensor.UNEVEN), ("qwen2", rollouts.TIED), ("gemma2", UNTIED), ("gemma2", {}), ("qwen3-moe", {}))
+        for size in (2, 4)
+        for limits in (rollouts.ROOMY, rollouts.TIGHT, rollouts.UNSHARED)
+        if (family, size, changes, limits) != ("gemma2", 2, {}, rollouts.TIGHT)
+    ],
+    *[rollouts.Rollout(family, size, whole_experts=True) for family, size in (("qwen3-moe", 4), ("mixtral", 2), ("mixtral", 4))],
+    *[rollouts.Rollout(family, 2) for family in ("llama", "phi3", "smollm3", "gemma3", "granite", "qwen2-moe", "cohere")],
+    rollouts.Rollout("qwen3", 4, rollouts.ONE_KEY, sampling=rollouts.STOPS, limits=rollouts.TIGHT),
+    rollouts.Rollout("qwen2", 2, limits=rollouts.WHOLE_PROMPTS, sampling=rollouts.GREEDY),
+    rollouts.Rollout("qwen3", 2, dtype="float64", sampling=rollouts.RESTRICTED),
+    rollouts.Rollout("llama", 2, rollouts.BIASED, adapters=rollouts.ALL),
+]
+
+
+@pytest.mark.parametrize("case", [*ROLLOUTS, *(pytest.param(each, marks=pytest.mark.matrix) for each in ROLLOUT_MATRIX)], ids=str)
+def test_members_that_sample_together_move_what_is_predicted(pool_of_devices: devices.Pool, case: rollouts.Rollout) -> None:
+    pool = devices.Guests(pool_of_devices, "test_traffic:make_sampler")
+    shape, itemsize = shape_of(tensor.build(case).config), getattr(torch, case.dtype).itemsize
+    for own in pool.start("count", [(case,)] * pool.size, what="count").results():
+        expected = predict([], UNSHARDED, rollout=RolloutWork(shape, case.size, itemsize, [own.passes]))
+        assert own.moved == expected
+        assert own.sent == expected + Counter({"all-reduce": agreed_bytes(own.passes)})
+        prefilled = sum(each.tokens for each in own.passes if isinstance(each, PrefillPass))
+        decoded = sum(sum(each.steps) for each in own.passes if isinstance(each, DecodePass))
+        assert prefilled == own.stats.prefill_tokens > 0
+        if case.sampling != rollouts.STOPS:  # rows go on behind a stop string until the host looks
+            assert decoded == own.stats.decode_tokens > 0
+            assert own.stats.preemptions or decoded == sum(length - 1 for length in own.lengths)
+        assert own.stats.preemptions or case.limits != rollouts.TIGHT or case.sampling == rollouts.GREEDY
+
+
+def test_decoding_is_filled_up_to_the_batches_of_graphs() -> None:
+    shape = Shape.named("7B")
+    work = RolloutWork(shape, 4, 2, [[DecodePass([60, 60]), PrefillPass(30, 2)]], graphs=(32, 64, 96))
+    row = shape.width * 2
+    logits = 152064 * 4
+    assert predict([], UNSHARDED, rollout=work) == {
+        "all-reduce": 2 * 64 * 57 * row, "reduce-scatter": 32 * 57 * row, "all-gather": 32 * 57 * row + (2 * 64 + 2) * logits,
+    }  # fmt: skip
+    # Each step runs twice before it is captured, on empty rows, and members agree on whether it could be.
+    captured = predict([], UNSHARDED, rollout=replace(work, captures=(64,)))
+    assert captured["all-reduce"] - predict([], UNSHARDED, rollout=work)["all-reduce"] == 2 * 64 * 57 * row + 8
+    # Of two groups, the one that moves most of a kind.
+    two = replace(work, passes=[*work.passes, [PrefillPass(64, 1)]])
+    assert predict([], UNSHARDED, rollout=two)["reduce-scatter"] == 64 * 57 * row
+    assert agreed_bytes(work.passes[0]) == 8 + 8 + 8 * 3 and agreed_bytes(work.passes[0], graphs=True, looks=3) == 8 + 8 + 3 * 16
+
+
 # ---- whole steps of models that are divided ----------------------------------------------------------------------------------------------
 
+TENSOR = "train.tensor_parallel=2"
 DIVIDED = {
-    "tensor": ("llama-tied", 2, ("train.tensor_parallel=2",)),
-    "tensor, lora": ("qwen2", 2, ("train.tensor_parallel=2", "lora.rank=4")),
-    "tensor, ppo": ("qwen2", 2, ("train.tensor_parallel=2", *PPO, "train.recompute=full")),
-    "tensor, sequence": ("qwen2", 2, ("train.tensor_parallel=2", TWO, "train.recompute=selective")),
-    "tensor, sequence, ppo": ("qwen2", 2, ("train.tensor_parallel=2", TWO, *PPO, "train.recompute=full")),
+    "tensor": ("llama-tied", 2, (TENSOR,)),
+    "tensor, lora": ("qwen2", 2, (TENSOR, "lora.rank=4")),
+    "tensor, ppo": ("qwen2", 2, (TENSOR, *PPO, "train.recompute=full")),
+    "tensor, sequence": ("qwen2", 2, (TENSOR, TWO, "train.recompute=selective")),
+    "tensor, sequence, ppo": ("qwen2", 2, (TENSOR, TWO, *PPO, "train.recompute=full")),
+    "tensor, norms behind blocks": ("gemma2", 2, (TENSOR, "model.dtype=bfloat16")),
+    "tensor, experts in parts": ("qwen3-moe", 2, (TENSOR,)),
+    "tensor, whole experts": ("qwen3-moe", 2, (TENSOR, "train.expert_parallel=2")),
+    "tensor, each samples": ("qwen2", 2, (TENSOR, "rollout.tensor_parallel=1")),
+    "tensor, four sample": ("qwen2", 2, (TENSOR, "rollout.tensor_parallel=4")),
+    "whole, two sample": ("qwen2", 2, ("rollout.tensor_parallel=2",)),
     "experts": ("qwen3-moe", 2, ("train.expert_parallel=2", "train.recompute=full")),
     "four experts": ("mixtral", 4, ("train.expert_parallel=4",)),
     "experts, bfloat16": ("qwen3-moe", 2, ("train.expert_parallel=2", "model.dtype=bfloat16", "train.recompute=selective")),
@@ -464,8 +608,23 @@ DIVIDED_CASES = [
     for model, (_, size, _) in DIVIDED.items()
     for shard in ("optimizer", "full")
     for workers in (2, 4)
-    if size * (2 if "sequence" in model else 1) <= workers and (shard == "full") <= (workers > size or "experts" in model)
+    if (size * 2 if "sequence" in model or "four sample" in model else size) <= workers
+    if (shard == "full") <= (workers > size or "tensor" not in model)
 ]
+PROMPTS = [Prompt(uid, np.arange(3 + 10 * uid, 8 + 12 * uid), "") for uid in range(4)]  # of which none begins as another
+
+
+def rollout_of_a_step(parts: RunParts, size: int) -> list[list[PrefillPass | DecodePass]]:
+    """Make one, and tell the passes of each group of `size` workers from the responses: on a CPU its prompts go through one pass, and of
+    each sample every token but the first takes a row of a decoding step."""
+    with parts.crew.phase("rollout"):
+        groups = sorted(parts.crew.generate(PROMPTS, Sampling(samples=2, max_new_tokens=6), 0), key=lambda group: group.prompt.uid)
+    found, count = [], parts.crew.hosts.size // size
+    for dealt in (groups[place::count] for place in range(count)):
+        lengths = [len(sample.ids) for group in dealt for sample in group.samples]
+        assert max(lengths) > 1
+        found.append([PrefillPass(sum(len(group.prompt.ids) for group in dealt), len(dealt)), DecodePass([sum(lengths) - len(lengths)])])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -475,42 +634,47 @@ DIVIDED_CASES = [
 def test_workers_with_parts_of_models_move_what_is_predicted(
     pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, model: str, shard: str, workers: int
 ) -> None:
-    """Where routers decide what a worker sends, all workers together."""
+    """A whole step, of its rollout too. Where routers decide what a worker sends, all workers together."""
     family, size, overrides = DIVIDED[model]
     folder = runs.make(tmp_path / "run", model_folders(family))
-    in_layers = "train.tensor_parallel=2" in overrides
+    in_layers, apart = TENSOR in overrides, model in ("experts", "four experts", "experts, bfloat16")
+    members = size if in_layers else 1  # with a part of every layer, where it learns
+    sampling = next((int(each[-1]) for each in overrides if each.startswith("rollout.")), members)
     with pool_of_devices.assembled(folder, 1, *EACH_ROW, *(each for each in overrides if "parallel" not in each)) as parts:
         learners: dict[str, Any] = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
-        parameters = {role: sizes_of_part(learner, size, in_layers) for role, learner in learners.items()}
+        parameters = {role: sizes_of_part(learner, overrides, size) for role, learner in learners.items()}
         itemsize = learners["actor"].dtype.itemsize
     with pool_of_devices.assembled(folder, workers, *EACH_ROW, *SHARDED[shard], *overrides) as parts:
         settings, before = parts.plan.roles, [Counter(own) for own in pool_of_devices.ask("note", "moved", ())[:workers]]
+        shape = Shape.read(model_folders(family))
+        rollout = RolloutWork(shape, sampling, itemsize, rollout_of_a_step(parts, sampling)) if sampling > 1 else None
         metrics = metrics_of_a_step(parts)
         after = [Counter(own) for own in pool_of_devices.ask("note", "moved", ())[:workers]]
-    groups, shape = workers // (size if in_layers else 1), Shape.read(model_folders(family))
-    sharding = Sharding(shard, groups, groups, experts=1 if in_layers else size)  # type: ignore[arg-type]
+    groups = workers // members
+    sharding = Sharding(shard, groups, groups, experts=size if apart else 1)  # type: ignore[arg-type]
     sharing = settings["actor"].sequence_parallel
     work, dealing = [], DealtStreams(1, groups // sharing)
     lengths = [row.tokens for row in made_up_rows()]
+    parts_of_engine = size if apart or (in_layers and sampling != members) else 1
     for role, own in parameters.items():
         recompute = Recompute(settings[role].recompute, settings[role].recompute_layers, settings[role].recompute_method)
         steps, scored = dealing.update(lengths), dealing.dealt(range(ROWS), lengths) if role == "actor" else []
         passes = sum(max(map(len, each)) for each in steps)
         updates = [[stream for each in steps for stream in each[place]] for place in range(groups // sharing)]
         phases = [max(map(len, scored))] if scored else []
-        made = RoleWork(own, itemsize, UPDATES, passes, phases, synced=int(role == "actor"), parts=1 if in_layers else size)
+        made = RoleWork(own, itemsize, UPDATES, passes, phases, synced=int(role == "actor"), parts=parts_of_engine)
         if in_layers:
             reads: Reads = "entropy" if role == "actor" else "value"
             learns: Any = "adapters" if "lora.rank=4" in overrides else "all"
             made = replace(made, tensor=TensorWork(shape, size, updates, scored, reads, recompute, learns))
             made = replace(made, sequence=SequenceWork(shape, sharing, updates, scored, reads, recompute)) if sharing > 1 else made
-        else:
+        elif apart:
             tokens = [[[ExpertPass(stream.tokens) for stream in each] for each in streams] for streams in (updates, scored)]
             made = replace(made, experts=ExpertWork(shape, *tokens, recompute))
         work.append(made)
-    expected = predict(work, sharding)
+    expected = predict(work, sharding, rollout=rollout)
     found = {kind: max(own[kind] - earlier[kind] for own, earlier in zip(after, before, strict=True)) for kind in expected}
-    if in_layers:
+    if not apart:
         assert found == expected
         assert communication(metrics) == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
         return
@@ -528,9 +692,12 @@ def alone(work: ExpertWork | None, rank: int) -> ExpertWork:
     return replace(work, updates=updates, scored=scored)
 
 
-def sizes_of_part(model: Any, size: int, in_layers: bool) -> tuple[ParameterSize, ...]:
+def sizes_of_part(model: Any, overrides: Sequence[str], size: int) -> tuple[ParameterSize, ...]:
     """The sizes of the first worker's part of a whole model, which learns."""
-    table = slice_table(model, size) if in_layers else expert_table(model, size)
+    in_layers, apart = TENSOR in overrides, any(each.startswith("train.expert_parallel") for each in overrides)
+    if not (in_layers or apart):
+        return parameter_sizes(model)
+    table = slice_table(model, size, whole_experts=apart) if in_layers else expert_table(model, size)
     found = []
     for own, name in zip(parameter_sizes(model), ordered_names(model), strict=True):
         shape = table.cuts[name].shape(own.shape, 0)

@@ -21,7 +21,7 @@ from fulltilt.loop import tuning
 from fulltilt.records import UserError
 from fulltilt.schema import Config, flatten, keys
 from fulltilt.tune import overlay as overlays
-from fulltilt.tune.overlay import ALLOWED, Overlay, Trial, fingerprint, tuned_for
+from fulltilt.tune.overlay import ALLOWED, Overlay, Trial, fingerprint, same_device, tuned_for
 from fulltilt.tune.search import (
     NEGLIGIBLE,
     Axis,
@@ -219,6 +219,9 @@ def test_an_overlay_of_another_model_or_device_is_refused(written: Path) -> None
     with pytest.raises(UserError, match="and this run has 2 x NVIDIA H100 80GB HBM3"):
         applied({}, here={"devices": 2})
     assert applied({}, here={"device": "H100"}).notes == ["overlay tuned.toml: nothing to set"]
+    # Those that the hardware table lacks are the same where the driver's name has the one that people write.
+    assert same_device("B200", "NVIDIA B200") and same_device("NVIDIA B200", "b200")
+    assert not same_device("B200", "NVIDIA GB200") and not same_device("B200", "NVIDIA H200") and not same_device("B200", "NVIDIA B300")
 
 
 def test_other_work_and_another_version_are_told(written: Path) -> None:

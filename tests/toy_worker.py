@@ -7,19 +7,27 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 
+from fulltilt.cluster.alive import Written, signs_of_progress
 from fulltilt.cluster.hosts import Inbox
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 
 
 def make(order: Any) -> ToyWorker:
     if isinstance(order, str):
         raise UserError(order)
     return ToyWorker(order)
+
+
+def make_with(common: list[Any], order: int) -> ToyWorker:
+    worker = ToyWorker(order)
+    worker.log += common
+    return worker
 
 
 def make_in_steps(order: int) -> Generator[str, None, ToyWorker]:
@@ -131,6 +139,20 @@ class ToyWorker:
         while self.order == 0 and time.monotonic() < end:
             pass
         return self.order
+
+    def write_slowly(self, path: str, seconds: float, inbox: Inbox) -> int:
+        end = time.monotonic() + seconds
+        with signs_of_progress(inbox, Written()), open(path, "wb", buffering=0) as file:
+            while time.monotonic() < end:
+                file.write(bytes(2**17))
+                file.seek(0)
+                time.sleep(0.02)
+        return self.order
+
+    def warn(self, ranks: list[int], text: str, path: str | None = None) -> None:
+        """`path`: the file that the warning is about; None: it is this package's own."""
+        if self.order in ranks:
+            warnings.warn_explicit(text, UserWarning if path else RunWarning, path or __file__, 7)
 
     def print_much(self, size: int) -> None:
         print("x" * size)

@@ -502,7 +502,7 @@ def plan(
     table: Annotated[list[Path] | None, option("FILE.csv", "A published table of step times: predict its rows. May be repeated.")] = None,
     describe: Annotated[Path | None, option("OTHER.toml", "A run of another system, described by hand: docs/planning.md.")] = None,
     hardware: Annotated[
-        str | None, option("8xH100-80GB", "GPUs to plan for. Default: those of the description or table, or H100s.")
+        str | None, option("8xH100-80GB|FILE.toml", "GPUs to plan for. Default: those of the description or table, or H100s.")
     ] = None,
     shape: Annotated[str | None, option("NAME", "The model, by a well-known name such as Qwen2.5-7B, or a folder.")] = None,
     response_tokens: Annotated[float | None, option("MEAN", "Mean tokens of a response. Default: a quarter of the longest.", min=1)] = None,
@@ -539,7 +539,7 @@ def tune(
     out: Annotated[Path, option("TUNED.toml", "The overlay to write. Default: tuned.toml.")] = Path("tuned.toml"),
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each candidate, in two turns.")] = 4,
     finalists: Annotated[int, typer.Option(min=1, help="Most settings to measure beside what fulltilt chooses by itself.")] = 4,
-    hardware: Annotated[str | None, option("8xH100-80GB", "Only predict, for these devices, which need not be here.")] = None,
+    hardware: Annotated[str | None, option("8xH100-80GB|FILE.toml", "Only predict, for these devices, which need not be here.")] = None,
     shape: Annotated[
         str | None, option("NAME", "With --hardware: the model, by a well-known name such as Qwen2.5-7B, or a folder.")
     ] = None,

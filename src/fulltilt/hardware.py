@@ -1,20 +1,27 @@
 """The hardware table: what a GPU has in memory, arithmetic and links, for plans and benchmarks that are made without it.
 
-Enters: a name as people write it ("H100", "8xH100-80GB") or as the driver gives it ("NVIDIA H100 80GB HBM3"). Leaves: a frozen
-`Accelerator`. Guaranteed: figures are the vendors' (the data sheet is named beside each), except memory, which is what the driver reports,
-and `matmul_share`, which is what large bfloat16 products reach; no torch.
+Enters: a name as people write it ("H100", "8xH100-80GB") or as the driver gives it ("NVIDIA H100 80GB HBM3"), or figures of other
+hardware. Leaves: a frozen `Accelerator`. Guaranteed: figures of the table are the vendors' (the data sheet is named beside each), except
+memory, which is what the driver reports, and `matmul_share`, which is what large bfloat16 products reach; figures that are given are
+numbers that hardware can have, and hardware that the table lacks has all of them; no torch.
 
-    Cluster.parse("8xH100-80GB")   # 8 GPUs on one machine
-    accelerator("H100-20GB")       # the same chip with a quarter of its memory
+    Cluster.parse("8xH100-80GB")    # 8 GPUs on one machine
+    Cluster.parse("8xB200.toml")    # those of the file's section [hardware]
+    accelerator("H100-20GB")        # the same chip with a quarter of its memory
 """
 
 from __future__ import annotations
 
+import platform
 import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from fulltilt.records import UserError
-from fulltilt.words import listed
+from fulltilt.words import joined, listed
 
 MIB = 1 << 20
 GPUS_PER_MACHINE = 8  # as these GPUs are sold
@@ -39,6 +46,11 @@ class Accelerator:
     @property
     def is_cpu(self) -> bool:
         return self.name == "CPU"
+
+    @property
+    def device(self) -> str:
+        """What torch calls such a device."""
+        return "cpu" if self.is_cpu else "cuda"
 
     def with_memory(self, gigabytes: int) -> Accelerator:
         """The same chip with more or less memory, counted as in its product name."""
@@ -84,6 +96,18 @@ ACCELERATORS = (
     Accelerator("CPU", 256 * 1024 * MIB, 256, 4e12, 600e9, 100e9, 100e9, ETHERNET_100, 0.5),
 )
 NAMES = {own.name.lower(): own for own in ACCELERATORS}
+# Figures that hardware outside the table must have in a section [hardware], beside its memory.
+FIGURES = {
+    "flops": "dense bfloat16 FLOP/s",
+    "hbm": "bytes per second of its memory",
+    "host_link": "bytes per second to and from pinned host memory",
+    "gpu_link": "bytes per second between the GPUs of a machine, in each direction",
+    "network": "bytes per second to other machines, each GPU's part",
+}
+MEMORY_FIGURE = "memory in units of 1e9 bytes"
+# Beyond these a figure is a mistake, such as one in other units, and what is computed of it would not be finite.
+BOUNDS: Mapping[str, tuple[float, float]] = {"memory_gb": (0.1, 1e5), **dict.fromkeys(FIGURES, (1e3, 1e21)), "matmul_share": (0.01, 1.0)}
+MOST_SHOWN = 40  # characters of a value in a message
 WRITTEN = re.compile(
     r"(?:(?P<count>\d+)\s*[x*]\s*)?(?:nvidia[-_ ]*)?(?:geforce[-_ ]*)?(?:rtx[-_ ]*)?"
     r"(?P<name>[a-z0-9-]+?)(?:[-_ ]*(?:sxm\d?|hbm\d?e?))*(?:[-_ ]?(?P<memory>\d+)\s*g(?:i?b)?)?(?:[-_ ]*(?:sxm\d?|hbm\d?e?))*",
@@ -99,12 +123,27 @@ class Cluster:
 
     @staticmethod
     def parse(text: str, gpus: int | None = None) -> Cluster:
-        """A number of GPUs and their name, as in `8xH100-80GB`. `gpus`: their number where the text does not give it."""
-        found = WRITTEN.fullmatch(text.strip())
-        count = int(found["count"]) if found and found["count"] else gpus or 1
-        if not 0 < count <= MOST_GPUS:
-            raise UserError(f"hardware {text!r}: {count} is not a possible number of GPUs. Write for example 8xH100-80GB")
-        return Cluster(accelerator(text), count)
+        """A number of GPUs and their name, as in `8xH100-80GB`, or a TOML file with a section [hardware]. `gpus`: their number where the
+        text does not give it."""
+        if text.strip().lower().endswith(".toml"):
+            return read_hardware(Path(text.strip()), gpus)
+        return Cluster(accelerator(text), count_of(text, gpus))
+
+    @staticmethod
+    def of_figures(given: Mapping[str, Any], gpus: int | None = None, where: str = "hardware") -> Cluster:
+        """The GPUs of a section [hardware]: `gpus`, a number and a name, and figures in place of the table's, or all of them where the
+        table does not have that name. `where`: how errors call the section."""
+        text = given.get("gpus", "1xH100")
+        if wrong := [*wrong_figures(given), *wrong_name(text, given, gpus)]:
+            raise UserError("\n".join(f"{where}: {each}" for each in wrong))
+        figures: dict[str, Any] = {key: float(given[key]) for key in (*FIGURES, "matmul_share") if key in given}
+        own = {"memory": round(given["memory_gb"] * 1e9)} if "memory_gb" in given else {}
+        if is_known(text):
+            gpu = replace(accelerator(text), **figures, **own)
+        else:
+            count = own.get("memory") or memory_of_name(text) * 10**9
+            gpu = Accelerator(name_of(text), count, round(count / 1e9), **figures)
+        return Cluster(gpu, count_of(text, gpus), given.get("per_machine", GPUS_PER_MACHINE))
 
     def link(self, group: int) -> float:
         """Bytes per second that each member of a group of neighbours can send to any other: the machine's link, or the network."""
@@ -118,6 +157,100 @@ class Cluster:
         return min(self.gpu.gpu_link, max(1, self.per_machine // apart) * self.gpu.network)
 
 
+def count_of(text: str, gpus: int | None = None) -> int:
+    """The number of GPUs in a text such as `8xH100-80GB`. `gpus`: their number where it has none."""
+    found = WRITTEN.fullmatch(text.strip())
+    count = int(found["count"]) if found and found["count"] else gpus or 1
+    if not 0 < count <= MOST_GPUS:
+        raise UserError(f"hardware {text!r}: {count} is not a possible number of GPUs. Write for example 8xH100-80GB")
+    return count
+
+
+def is_known(text: str) -> bool:
+    """Whether the table has a GPU of that name."""
+    try:
+        accelerator(text)
+    except UserError:
+        return False
+    return True
+
+
+def name_of(text: str) -> str:
+    """The GPU's name in a text such as `8xB200-180GB`; nothing where there is none."""
+    found = WRITTEN.fullmatch(text.strip())
+    return found["name"] if found else ""
+
+
+def memory_of_name(text: str) -> int:
+    """Gigabytes in a text such as `8xB200-180GB`; 0 where there are none."""
+    found = WRITTEN.fullmatch(text.strip())
+    return int(found["memory"] or 0) if found else 0
+
+
+def wrong_figures(given: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the keys of a section [hardware], beside the name of the GPU."""
+    known = {"gpus", "per_machine", *BOUNDS}
+    if unknown := given.keys() - known:
+        yield f"unknown key {joined(sorted(unknown), 'and')}. Known are {', '.join(sorted(known))}"
+    for key, (least, most) in BOUNDS.items():
+        value = given.get(key, most)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            words = FIGURES.get(key) or (MEMORY_FIGURE if key == "memory_gb" else "share of flops that large products reach")
+            yield f"{key} = {in_short(value)} is not a possible value. Give a number from {least:g} to {most:g} ({words})"
+    count = given.get("per_machine", GPUS_PER_MACHINE)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_GPUS:
+        yield f"per_machine = {in_short(count)} is not a possible value. Give a whole number of at least 1 (GPUs of a machine)"
+
+
+def wrong_name(text: Any, given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
+    """What is wrong with `gpus` of a section [hardware], and which figures it lacks."""
+    example = 'Write a number and a name, for example gpus = "8xB200"'
+    if not isinstance(text, str):
+        yield f"gpus = {in_short(text)} is not a name of GPUs. {example}"
+        return
+    try:
+        count_of(text, gpus)
+    except UserError as error:
+        yield str(error)
+    if is_known(text):
+        return
+    name, least, most = name_of(text), *BOUNDS["memory_gb"]
+    if not name[:1].isalpha():
+        yield f"gpus = {in_short(text)} has no name of a GPU, which starts with a letter. {example}"
+        return
+    gigabytes = memory_of_name(text)
+    missing = [key for key in FIGURES if key not in given] + ["memory_gb"] * (not gigabytes and "memory_gb" not in given)
+    if gigabytes and not least <= gigabytes <= most:
+        yield f"gpus = {in_short(text)} has {in_short(gigabytes)} GB of memory. Write at most {most:g}"
+    elif given.keys().isdisjoint(BOUNDS):
+        yield unknown_name(text)
+    elif missing:
+        yield (
+            f"{name} is not in the hardware table, and {joined(missing, 'and')} {'is' if len(missing) == 1 else 'are'} missing. "
+            f"Give {joined([f'{key} ({FIGURES.get(key, MEMORY_FIGURE)})' for key in missing], 'and')}, or a name of the table"
+        )
+
+
+def in_short(value: Any) -> str:
+    """A value for a message, of which a long one keeps its beginning."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def read_hardware(path: Path, gpus: int | None = None) -> Cluster:
+    """The GPUs of a TOML file with one section, [hardware]."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--hardware {path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give a TOML file as docs/planning.md shows it"
+        ) from error
+    section = given.get("hardware")
+    if not isinstance(section, Mapping) or "gpus" not in section or len(given) > 1:
+        raise UserError(f"--hardware {path}: must have one section, [hardware], with gpus and their figures. docs/planning.md shows one")
+    return Cluster.of_figures(section, gpus, f"{path}: hardware")
+
+
 def accelerator(text: str) -> Accelerator:
     """The device of that name, written by people or by the driver."""
     for own in ACCELERATORS:
@@ -126,6 +259,22 @@ def accelerator(text: str) -> Accelerator:
     found = WRITTEN.fullmatch(text.strip())
     known = found and (NAMES.get(f"{found['name']}-{found['memory']}gb".lower()) or NAMES.get(found["name"].lower()))
     if not found or not known or (found["memory"] and not 0 < int(found["memory"]) <= MOST_MEMORY):
-        names = [own.name for own in ACCELERATORS]
-        raise UserError(f"hardware {text!r}: unknown. Known are {listed(names, 20)}, with their memory if it differs: 8xH100-80GB")
+        raise UserError(unknown_name(text))
     return known.with_memory(int(found["memory"])) if found["memory"] else known
+
+
+def unknown_name(text: str) -> str:
+    names = listed([own.name for own in ACCELERATORS], 20)
+    return (
+        f"hardware {text!r}: unknown. Known are {names}, with their memory if it differs: 8xH100-80GB. Figures of others can be given in a "
+        "file (docs/planning.md)"
+    )
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

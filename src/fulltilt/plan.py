@@ -8,6 +8,7 @@ the numbers that execution depends on (`budgets`) go into every checkpoint, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +17,17 @@ from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes, whole_experts_in_rollouts
-from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
+from fulltilt.parallel.cuts import (
+    expert_counts,
+    legal_expert_sizes,
+    legal_sequence_sizes,
+    legal_sizes,
+    vocabulary_rows,
+    whole_experts_in_rollouts,
+)
+from fulltilt.parallel.holdings import Holdings, bucket_bytes, held_bytes, loading_bytes, passing_bytes, rollout_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
+from fulltilt.parallel.portions import Adapters, portion_sizes
 from fulltilt.records import UpdateCosts, UserError
 from fulltilt.schema import Config, shares_model, value_of
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
@@ -33,6 +42,8 @@ BUSY = 1 << 43
 BUDGET_SHARE = 0.5  # share of the memory left on the device that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
+PASS_SHARE = 1 / 4  # the most that `auto` gives to a pass over prompts, as a share of the memory for it and the KV cache
+LEAST_PASS = 2048  # tokens of a pass over prompts, below which `auto` does not go: shorter ones waste the chip
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
@@ -40,13 +51,15 @@ RESERVE = 1 / 5  # share of the device that parameters, gradients and optimizer 
 SLACK = 1 / 16  # share of the device for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
 SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
+BEYOND = "the group reaches over machines, because none within one suffices"
 LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
 CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
-HEADROOM = 0.15  # share of an update's memory that the largest micro-batch, by measured costs, leaves free for fragments
+HEADROOM = 0.15  # share of an update's memory that a micro-batch leaves free which takes more than was foreseen, or is larger than planned
+AS_FORESEEN = 1.03  # times the bytes that were foreseen, up to which a measurement agrees with them
 LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
-# Of a micro-batch's seconds, that may be the same whatever its tokens, before `auto` gives it more: the host launches ahead, so that the
-# device waits only where that takes about half as long as its own work, or longer.
-WAITING = 1 / 3
+# Of the seconds that a micro-batch's tokens take the device, those that the host may take for its launches before `auto` gives it more: it
+# launches ahead, and the device waits only where it falls behind.
+WAITING = 3 / 4
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
@@ -100,6 +113,7 @@ class RoleFacts:
     vocabulary_head: bool = True  # False: a critic or a reward model
     sizes: Sizes = ()  # what its parameters have, where the model is loaded
     division: LayerDivision = WHOLE_LAYERS  # how workers divide its layers; `shape` is that of whole ones
+    adapters: Adapters | None = None  # that learn in place of its other parameters, where the model is not loaded
 
     @staticmethod
     def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:
@@ -108,40 +122,36 @@ class RoleFacts:
         counts = shape.parameters_by_kind()
         count = sum(counts.values()) + (shape.width + 1 - counts["head"] if scalar else 0)
         itemsize = {"auto": 2 if device == "cuda" else 4, "bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
-        adapted = learns and config.lora.rank and (role == "actor" or config.lora.critic)
-        extra = shape.lora_parameters(config.lora.rank, config.lora.targets, config.lora.parameters) if adapted else 0
+        lora, adapters, extra = config.lora, None, 0
+        if adapted := learns and lora.rank and (role == "actor" or lora.critic):
+            targets: Any = lora.targets if lora.targets == "all-linear" else tuple(lora.targets)
+            adapters = Adapters(lora.rank, targets, tuple(lora.parameters))
+            extra = shape.lora_parameters(lora.rank, lora.targets, lora.parameters)
         trained = (extra + (shape.width + 1 if scalar else 0) if adapted else count) if learns else 0
         wanted = config.train.fused_layers is True or (config.train.fused_layers == "auto" and device == "cuda")
         fused = wanted and config.train.compile is not True and shape.known_family().fused
-        return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
+        held = itemsize * (count + extra)
+        return RoleFacts(shape, held, trained, itemsize, fused, vocabulary_head=not scalar, adapters=adapters)
 
     def part(self, parts: int, experts: int = 1, *, whole_experts: bool = False) -> RoleFacts:
         """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded.
-        `whole_experts`: of every layer, but some of the experts whole."""
+        `whole_experts`: of every layer, but some of the experts whole. The worker is the first of its group, which holds most."""
         if experts > 1:
             return self.with_experts(experts)
-        shape = replace(self.shape, vocabulary=self.shape.vocabulary // parts) if parts > 1 else self.shape
-        division = LayerDivision(parts, whole_experts=whole_experts)
-        of_part = {"parameter_bytes": self.parameter_bytes // parts, "trained": self.trained // parts}
-        return replace(self, shape=shape, division=division, **of_part)  # type: ignore[arg-type]
+        return self._divided(LayerDivision(parts, whole_experts=whole_experts)) if parts > 1 else self
 
     def with_experts(self, size: int) -> RoleFacts:
-        """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded. Adapters are counted with what
-        all workers have."""
-        if size == 1 or not expert_counts(self.shape):
-            return self
-        counts = [self.shape.expert_parameters(layer) for layer in self.shape.layers]
-        of_experts, all_learn = sum(counts), self.trained >= self.parameter_bytes // self.itemsize
-        common = replace(
-            self,
-            parameter_bytes=self.parameter_bytes - of_experts * self.itemsize,
-            trained=self.trained - of_experts if all_learn else self.trained,
-        )
-        own = [ParameterSize((count // size,), self.itemsize, all_learn, layer, apart=True) for layer, count in enumerate(counts) if count]
-        sizes = (*common.known_sizes, *own)
-        trained = sum(each.count for each in sizes if each.learns)
-        bytes_held = sum(each.bytes for each in sizes)
-        return replace(self, sizes=sizes, parameter_bytes=bytes_held, trained=trained, division=LayerDivision(experts=size))
+        """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded."""
+        return self._divided(LayerDivision(experts=size)) if size > 1 and expert_counts(self.shape) else self
+
+    def _divided(self, division: LayerDivision) -> RoleFacts:
+        assert self.division == WHOLE_LAYERS, "a part is divided again"
+        options: dict[str, Any] = {"adapters": self.adapters, "vocabulary_head": self.vocabulary_head}
+        sizes, shape = portion_sizes(self.shape, division, self.itemsize, learns=self.trained > 0, **options), self.shape
+        if self.vocabulary_head and division.members > 1:
+            shape = replace(shape, vocabulary=min(shape.vocabulary, vocabulary_rows(shape.vocabulary, division.members)))
+        of_part = {"parameter_bytes": sum(each.bytes for each in sizes), "trained": sum(each.count for each in sizes if each.learns)}
+        return replace(self, shape=shape, division=division, sizes=sizes, **of_part)  # type: ignore[arg-type]
 
     def held(self, sharding: Sharding) -> Holdings:
         """What a worker holds of it in an update."""
@@ -239,7 +249,8 @@ class Facts:
     sharding: Sharding = UNSHARDED  # what workers share out, those with the same part of the models
     parts: int = 1  # among how many workers each layer is divided
     rollout_parts: int = 1  # the same, of the model that an engine reads
-    copy_bytes: int = 0  # what a model for the engine takes that is divided in another way than the actor
+    copy_bytes: int = 0  # parameters of a model for the engine that is divided in another way than the actor
+    within: int | None = None  # a number that sizes of groups divide that are on one machine; None: all workers are on one
     division: tuple[str, ...] = ()  # among how many workers `auto` has divided models, and why, in words
     divisions: Mapping[str, RoleSizes] = field(
         default_factory=dict
@@ -260,6 +271,14 @@ class Facts:
     def samples_from_copy(self) -> bool:
         """Whether an engine reads a copy of the actor, which stays on the device."""
         return bool(self.copy_bytes) or self.sharding.parameters or self.sharding.experts > 1
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes that an engine's model takes beside the actor, and the buffer that its new values come through."""
+        sharding, sizes = self.sharding, self.actor.known_sizes
+        if not self.copy_bytes:
+            return rollout_bytes(sizes, sharding)
+        return self.copy_bytes + bucket_bytes(sizes, sharding, max(self.parts, sharding.experts))
 
     @property
     def actor(self) -> RoleFacts:
@@ -414,7 +433,8 @@ def keep_budgets(
         f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(memory.free)} that are free now: "
         "a smaller one is taken, and samples may differ in their last bits from those of a run that was not interrupted"
     )
-    return replace(budgets, kv_blocks=planned.kv_blocks), [words]
+    passes = min(budgets.max_batched_tokens, planned.max_batched_tokens)  # the smaller cache was planned beside such ones
+    return replace(budgets, kv_blocks=planned.kv_blocks, max_batched_tokens=passes), [words]
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:
@@ -524,12 +544,13 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
     # The models of other roles may be larger than the actor.
     of_others = unless_auto(config.actor.forward_token_budget, 2 * update_budget(config, facts.device, "actor", {}))
     max_seqs = most_seqs(config, facts.device, samples if facts.rollout else 0)
+    batched = unless_auto(config.rollout.max_batched_tokens, pass_tokens(config, facts, memory, max_seqs))
     small = facts.device == "cpu" and facts.largest_work.parameter_bytes < ONE_THREAD_PARAMETERS * facts.largest_work.itemsize
     return Budgets(
         threads=unless_auto(config.run.threads, 1 if small and not facts.threads_given else facts.cores),
-        kv_blocks=kv_blocks(config, facts, memory, max_seqs) if facts.rollout else 0,
+        kv_blocks=kv_blocks(config, facts, memory, max_seqs, batched) if facts.rollout else 0,
         max_seqs=max_seqs,
-        max_batched_tokens=unless_auto(config.rollout.max_batched_tokens, max(BATCHED_TOKENS[facts.device], max_seqs)),
+        max_batched_tokens=batched,
         token_budget=token_budget,
         forward_token_budget=forward,
         ref_token_budget=unless_auto(config.ref.forward_token_budget, of_others if config.ref.path else forward),
@@ -547,7 +568,48 @@ def blocks_per_sample(config: Config, facts: Facts) -> int:
     return -(-(facts.longest + longest_response(config)) // config.rollout.block_tokens)
 
 
-def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
+def prefill_bytes(shape: Shape, tokens: float, itemsize: int, *, fused: bool, parts: int = 1) -> int:
+    """About the bytes that an engine's pass over so many tokens of prompts takes: those of the layer that keeps most. `parts`: among how
+    many workers it is divided."""
+    return int(tokens * max(shape.layer_bytes(layer, itemsize, fused=fused) for layer in set(shape.layers)) / parts)
+
+
+def pass_bytes(facts: Facts, tokens: float) -> int:
+    """The same for the actor. 0 on a CPU, where memory is taken as it is needed."""
+    if facts.device != "cuda":
+        return 0
+    actor = facts.actor
+    return prefill_bytes(actor.shape, tokens, actor.itemsize, fused=actor.fused, parts=facts.rollout_parts)
+
+
+def most_in_a_pass(config: Config, facts: Facts) -> float:
+    """The most tokens that an engine's passes over prompts can have: those of all prompts that it gets in a step. How many it gets in a
+    validation is not known here."""
+    if config.data.val is not None:
+        return math.inf
+    replicas = max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
+    prompts = config.algorithm.prompts_per_round or config.algorithm.prompts_per_step
+    return -(-prompts // replicas) * facts.longest
+
+
+def pass_tokens(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
+    """Tokens of a pass over prompts where the user gave no number: fewer where the KV cache would have to be small for them."""
+    rollout, tokens = config.rollout, max(BATCHED_TOKENS[facts.device], max_seqs)
+    if not facts.rollout or facts.device != "cuda":
+        return tokens
+    room = memory.free - memory.decode - memory.returning
+    left = PASS_SHARE * room
+    if rollout.kv_bytes != "auto":
+        left = room - rollout.kv_bytes
+    elif rollout.memory_fraction != "auto":
+        left = room - rollout.memory_fraction * memory.free
+    while tokens // 2 >= max(LEAST_PASS, max_seqs) and pass_bytes(facts, tokens) > left:
+        tokens //= 2
+    return tokens
+
+
+def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int, batched: int) -> int:
+    """`batched`: tokens of a pass over prompts, which needs memory beside the cache."""
     rollout = config.rollout
     block_bytes = facts.token_bytes * rollout.block_tokens
     per_sample = blocks_per_sample(config, facts)
@@ -560,14 +622,18 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
         share = (KV_SHARE if releases_memory(config) else KEPT_SHARE)[facts.device]
         # One block more than a sample needs: newcomers wait until those that run have a block each to grow by.
         most = (per_sample + 1) * max_seqs * block_bytes
-        available = min(most, int(share * max(0, memory.free - memory.decode - memory.returning)))
-        source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding,"
+        room = max(0, memory.free - memory.decode - memory.returning)
+        prefill = pass_bytes(facts, min(batched, most_in_a_pass(config, facts)))
+        available = max(0, min(most, int(share * room), room - prefill))
+        of_prefill = f" and {in_bytes(prefill)} for a pass over prompts" if prefill else ""
+        source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding{of_prefill},"
     blocks = available // block_bytes
     if blocks < per_sample:
         raise UserError(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
             f"may need {per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or "
             f"lower rollout.{'block_tokens' if per_sample == 1 else 'max_new_tokens'}"
+            + ("" if rollout.max_batched_tokens == "auto" else ", or rollout.max_batched_tokens")
         )
     return blocks
 
@@ -670,21 +736,29 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
         elif wrong := wrong_sequence_size(config, role, model.shape, workers, parts):
             raise UserError(wrong)
         if facts.device == "cuda" and longest_row(config, facts) > LONG_SAMPLE and len(legal) > 1:
-            size, why = max(sizes_of_long_samples(config, made, facts, role, legal, budgets), default=(1, ""))
-            made = made.decide(role, "sequence_parallel", size, why)
+            near = on_one_machine(legal, facts.within, parts)
+            size, why = max(sizes_of_long_samples(config, made, facts, role, legal, near, budgets), default=(1, ""))
+            made = made.decide(role, "sequence_parallel", size, why if size in near else f"{why}; {BEYOND}")
     return made
 
 
+def on_one_machine(sizes: Sequence[int], within: int | None, parts: int = 1) -> list[int]:
+    """The sizes with which groups stay within a machine, where `parts` workers have the parts of each member's layers; all sizes, where
+    these alone do not. `within`: a number that sizes of groups divide that are on one machine; None: any."""
+    return [size for size in sizes if within is None or within % (parts * size) == 0] or list(sizes)
+
+
 def sizes_of_long_samples(
-    config: Config, made: Decisions, facts: Facts, role: str, legal: Sequence[int], budgets: Mapping[str, int]
+    config: Config, made: Decisions, facts: Facts, role: str, legal: Sequence[int], near: Sequence[int], budgets: Mapping[str, int]
 ) -> Iterator[tuple[int, str]]:
     """How many workers the longest samples need, and why: where one does not fit into what a token budget allows, or a worker's memory, and
-    where there are fewer samples than workers."""
+    where there are fewer samples than workers. `near`: the sizes whose groups are on one machine; only samples that fit with none of them
+    take a larger one."""
     longest, workers = longest_row(config, facts), facts.sharding_of(role).workers
     told = f"the longest sample may have {longest} tokens"
 
     def least(fits: Callable[[int], bool]) -> int:
-        return next((size for size in legal if fits(-(-longest // size))), legal[-1])
+        return next((size for size in (*near, *legal) if fits(-(-longest // size))), legal[-1])
 
     most = update_budget(config, facts.device, role, budgets)
     by_hand = config.critic.token_budget if role == "critic" and config.critic.token_budget != "auto" else config.actor.token_budget
@@ -698,7 +772,7 @@ def sizes_of_long_samples(
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     samples = -(-samples // algorithm.minibatches_per_step) if role in KEPT_AS else samples
     if samples < workers:
-        size = next((size for size in legal if workers // size <= samples), legal[-1])
+        size = next((size for size in near if workers // size <= samples), near[-1])
         yield size, f"{told}, and {many(samples, 'sample')} are computed at a time on {workers} workers"
 
 
@@ -763,7 +837,7 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # those of shards come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
-    twin = facts.copy_bytes or rollout_bytes(model.known_sizes, sharding) if facts.rollout and role == "actor" else 0
+    twin = facts.engine_bytes if facts.rollout and role == "actor" else 0
     return parameters + gradients + optimizer + gathered + twin
 
 
@@ -975,10 +1049,10 @@ def choose_division(
     for way, shares in ways:
         fit = tried[way] = tried.get(way) or how_it_fits(config, facts, way, beside, unshared)
         if fit.why_not is None and not (shares and fit.sharding.parameters):
-            return replace(way, words=tuple(division_in_words(config, facts, way, autos, tried)))
+            return replace(way, words=tuple(division_in_words(config, facts, way, autos, tried, within=within)))
     least = min(tried, key=lambda way: tried[way].needed)
     none = f"nothing fits, and this takes least: {tried[least].why_not}"
-    return replace(least, words=tuple(division_in_words(config, facts, least, autos, tried, none)))
+    return replace(least, words=tuple(division_in_words(config, facts, least, autos, tried, none, within=within)))
 
 
 def own_sizes(config: Config, role: str) -> tuple[int | None, int | None]:
@@ -1026,17 +1100,29 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
 
 
 def pairs_of_sizes(config: Config, facts: Facts, within: int) -> Iterator[tuple[int, int]]:
-    """Among how many workers layers and experts may be divided, the preferred pairs first. Members that divide layers have some of the
-    experts whole where the number of experts allows it, as in rollouts, because products of parts are narrow; else a part of each."""
+    """Among how many workers layers and experts may be divided, the preferred pairs first: last those whose groups reach over machines.
+    Members that divide layers have some of the experts whole where the number of experts allows it, as in rollouts, because products of
+    parts are narrow; else a part of each."""
     tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
     yield unless_auto(tensor, 1), unless_auto(experts, 1)
+    found = list[tuple[int, int]]()
     if experts == "auto" and unless_auto(tensor, 1) == 1:
-        yield from ((1, size) for size in expert_sizes(config, facts))
+        found += [(1, size) for size in expert_sizes(config, facts)]
     if tensor == "auto":
         whole, parts = (tensor_sizes(config, facts, within, whole_experts=each) for each in (True, False))
         for size in sorted({*whole, *parts}):
-            yield from [(size, size)] * (size in whole and experts in ("auto", size))
-            yield from [(size, 1)] * (size in parts and experts in ("auto", 1))
+            found += [(size, size)] * (size in whole and experts in ("auto", size))
+            found += [(size, 1)] * (size in parts and experts in ("auto", 1))
+    yield from sorted(found, key=lambda pair: reaches_beyond(config, facts, pair, within))
+
+
+def reaches_beyond(config: Config, facts: Facts, pair: tuple[int, int], within: int) -> bool:
+    """Whether groups that `auto` would make so reach over machines: of workers that divide layers or experts, or, where sizes of [train]
+    or of roles say how many share micro-batches, of these with all parts of the layers."""
+    tensor, experts = pair
+    given = {given_settings(config, role)["sequence_parallel"] for role in followers(config, facts)} - {"auto"}
+    groups = [experts, *(tensor * size for size in given if within % size == 0)]  # others reach over machines anyway
+    return any(within % size for size in groups)
 
 
 def evaluates(facts: Facts) -> bool:
@@ -1084,8 +1170,12 @@ def divided(config: Config, facts: Facts, way: Division) -> Facts:
     }
     copied = "actor" in roles and facts.rollout and (way.rollout != way.tensor or of_all.apart > 1 or other_experts(config, facts, way))
     found = replace(facts, roles=roles, sharding=sharding, parts=of_all.tensor, rollout_parts=way.rollout)
-    copy_bytes = facts.actor.parameter_bytes // way.rollout if copied else 0
-    return replace(found, copy_bytes=copy_bytes, divisions={role: own for role, own in sizes.items() if own != of_all})
+    found = replace(found, divisions={role: own for role, own in sizes.items() if own != of_all})
+    if not copied:
+        return found
+    given = config.rollout.expert_parallel
+    whole_experts = whole_experts_in_rollouts(given, way.rollout, way.tensor, way.experts, facts.actor.shape)
+    return replace(found, copy_bytes=facts.actor.part(way.rollout, whole_experts=whole_experts).parameter_bytes)
 
 
 def other_experts(config: Config, facts: Facts, way: Division) -> bool:
@@ -1100,8 +1190,7 @@ def how_it_fits(config: Config, whole: Facts, way: Division, beside: int, unshar
     made = decide_offloads(config, given_decisions(config, facts), facts)
     needed, why = most_resident(made, facts), why_crowded(config, made, facts)
     if facts.rollout and "actor" in facts.roles:
-        copied = facts.copy_bytes or rollout_bytes(facts.actor.known_sizes, facts.sharding)
-        why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if copied else why
+        why = why and why.replace(" and optimizer", ", optimizer and the engine's copy") if facts.engine_bytes else why
         sampling, words = useful_rollout(config, made, facts)
         if why is None and sampling > (1 - SLACK) * facts.device_bytes:
             why = f"{words} would take {in_bytes(sampling)} of the device's {in_bytes(facts.device_bytes)}"
@@ -1124,18 +1213,20 @@ def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, 
 
 
 def division_in_words(
-    config: Config, facts: Facts, chosen: Division, autos: Collection[str], tried: Mapping[Division, Fit], instead: str = ""
-) -> Iterator[str]:
+    config: Config, facts: Facts, chosen: Division, autos: Collection[str], tried: Mapping[Division, Fit], instead: str = "",
+    *, within: int = 1,
+) -> Iterator[str]:  # fmt: skip
     """A line for each size that `auto` has chosen. `instead`: why, if not because it is the first that fits."""
+    beyond = f"; {BEYOND}" if chosen in tried and reaches_beyond(config, facts, (chosen.tensor, chosen.experts), within) else ""
     before = [(way, fit.why_not) for way, fit in tried.items() if way != chosen and fit.why_not]
     learns = not evaluates(facts)
     fits = f"the run fits, with {in_bytes(tried[chosen].needed)} of the device's {in_bytes(facts.device_bytes)}" if chosen in tried else ""
     if "train.expert_parallel" in autos and learns and any(expert_counts(model.shape) for model in facts.roles.values()):
         of_less = [why for way, why in before if way.experts < chosen.experts]
-        yield f"train.expert_parallel = {chosen.experts} (auto: {instead or reason(of_less, chosen.experts, fits)})"
+        yield f"train.expert_parallel = {chosen.experts} (auto: {instead or reason(of_less, chosen.experts, fits, beyond)})"
     if "train.tensor_parallel" in autos and learns:
         of_less = [why for way, why in before if way.tensor < chosen.tensor]
-        yield f"train.tensor_parallel = {chosen.tensor} (auto: {instead or reason(of_less, chosen.tensor, fits)})"
+        yield f"train.tensor_parallel = {chosen.tensor} (auto: {instead or reason(of_less, chosen.tensor, fits, beyond)})"
     if "rollout.tensor_parallel" in autos and facts.rollout and "actor" in facts.roles:
         alike = [(way, why) for way, why in before if (way.tensor, way.experts) == (chosen.tensor, chosen.experts) or not learns]
         of_less = [why for way, why in alike if way.rollout < chosen.rollout]
@@ -1143,9 +1234,10 @@ def division_in_words(
         yield f"rollout.tensor_parallel = {chosen.rollout} (auto: {instead or reason(of_less, chosen.rollout, shared)})"
 
 
-def reason(shortages: Sequence[str], size: int, otherwise: str) -> str:
-    """Why a size was chosen: what is short with a smaller one, if there was one to try."""
-    return f"with fewer, {shortages[-1]}" if size > 1 and shortages else otherwise
+def reason(shortages: Sequence[str], size: int, otherwise: str, beyond: str = "") -> str:
+    """Why a size was chosen: what is short with a smaller one, if there was one to try. `beyond`: what is to be said of a group that
+    reaches over machines."""
+    return (f"with fewer, {shortages[-1]}" if size > 1 and shortages else otherwise) + (beyond if size > 1 else "")
 
 
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
@@ -1156,7 +1248,7 @@ def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) ->
 
 def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> int:
     """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take only a part of the memory
-    that is left, with everything kept for the backward pass that may be kept."""
+    that is left, with everything kept for the backward pass that may be kept; fewer where they do not fit with the least that may be."""
     tokens, model, given = update_budget(config, facts.device, role, {}), facts.roles[role], made.keys[role]
     if given["offload_activations"] is True:  # by hand: they have to fit the host
         return tokens
@@ -1164,7 +1256,12 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     autos = {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}
     keys = {key: autos.get(key, value) if value == "auto" else value for key, value in given.items()}
     most, bonus = ENLARGED * tokens, bool(config.algorithm.entropy_coef)
-    available = BUDGET_SHARE * left_for_update(config, made, facts, role)
+    left = left_for_update(config, made, facts, role)
+    available, longest = BUDGET_SHARE * left, longest_row(config, facts)  # a longer row has a micro-batch alone, whatever the budget
+    while tokens > max(LEAST_BUDGET, longest) and least_update_bytes(config, model, tokens, given) > left:
+        tokens //= 2
+    if tokens < update_budget(config, facts.device, role, {}):
+        return tokens
     while (
         tokens < most
         and tokens * model.parameter_bytes // model.itemsize < BUSY
@@ -1174,30 +1271,53 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     return tokens
 
 
+def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:
+    """About the bytes that a micro-batch takes of the device with all recompute and offload of activations that `auto` may choose; of what
+    is on its way to the host, a layer's are there."""
+    keys, own = {**given, "recompute": "full" if given["recompute"] == "auto" else given["recompute"]}, -(-tokens // model.division.members)
+    found = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef))
+    layers = len(model.shape.layers)
+    return found if given["offload_activations"] is False else found - own * model.kept_bytes(keys) * (layers - 1) // layers
+
+
 def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mapping[str, UpdateCosts]) -> RolePlan:
-    """The roles with token budgets that fit what their updates were measured to take: no more than leaves `HEADROOM` of the memory free in
-    the largest micro-batch there may be; and where seconds were measured, enough that the device seldom waits for the host."""
+    """The roles with token budgets that fit what their updates were measured to take: where that is more than was foreseen, no more than
+    leaves `HEADROOM` of the memory free in the largest micro-batch there may be; and where seconds were measured, enough that the device
+    seldom waits for the host. Where memory ran out, a micro-batch of as many tokens does not fit."""
     made = Decisions({role: vars(own) for role, own in roles.settings.items()})
     budgets, words = dict(roles.budgets), list(roles.words)
     for role, own in costs.items():
-        if not made.keys[role]["offload_activations"]:  # else they have to fit the host
+        if own.ran_out_at is not None or not made.keys[role]["offload_activations"]:  # with it they have to fit the host
             budgets[role] = budget_by_costs(config, facts, made, role, own, update_budget(config, facts.device, role, budgets))
-        words.append(costs_in_words(config, facts, made, role, own, budgets))
+        if own.token_bytes is not None or own.token_s is not None:
+            words.append(costs_in_words(config, facts, made, role, own, budgets))
     return replace(roles, budgets=budgets, words=tuple(words))
 
 
 def budget_by_costs(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, planned: int) -> int:
+    bonus, left = bool(config.algorithm.entropy_coef), left_by_device(config, facts, made, role)
+
     def fits(budget: int) -> bool:
-        return largest_bytes(config, facts, made, role, costs, budget)[1] <= (1 - HEADROOM) * left_by_device(config, facts, made, role)
+        tokens, taken = largest_bytes(config, facts, made, role, costs, budget)
+        if costs.ran_out_at is not None and tokens >= costs.ran_out_at:
+            return False
+        foreseen = facts.roles[role].update_bytes(tokens, made.keys[role], entropy_gradient=bonus)
+        # What takes no more than the plan has foreseen needs no more than the room that the plan has left.
+        return taken <= (1 - HEADROOM) * left or (budget <= planned and taken <= AS_FORESEEN * foreseen <= AS_FORESEEN * left)
 
     def waits(budget: int) -> bool:
         seconds = costs.seconds(budget, budget * min(budget, longest_row(config, facts)))
-        return bool(seconds and costs.fixed_s and costs.fixed_s > WAITING * seconds)
+        host, fixed = costs.host_s or 0.0, costs.fixed_s or 0.0
+        return bool(seconds) and max(host, fixed) > WAITING * ((seconds or 0.0) - fixed)
+
+    def largest(budget: int) -> int:
+        return largest_bytes(config, facts, made, role, costs, budget)[0]
 
     tokens, most = planned, max(planned, ENLARGED * update_budget(config, facts.device, role, {}))
-    while 2 * tokens <= most and waits(tokens) and fits(2 * tokens):
+    while costs.ran_out_at is None and 2 * tokens <= most and waits(tokens) and fits(2 * tokens):
         tokens *= 2
-    while tokens > LEAST_BUDGET and not fits(tokens):
+    # The longest sample is as long in a smaller budget: where it does not fit alone, the others would only wait in more micro-batches.
+    while tokens > LEAST_BUDGET and not fits(tokens) and largest(tokens // 2) < largest(tokens):
         tokens //= 2
     return tokens
 
@@ -1217,13 +1337,13 @@ def left_by_device(config: Config, facts: Facts, made: Decisions, role: str) -> 
 def costs_in_words(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budgets: Mapping[str, int]) -> str:
     tokens, taken = largest_bytes(config, facts, made, role, costs, update_budget(config, facts.device, role, budgets))
     found = [f"{in_bytes(costs.token_bytes)} a token"] if costs.token_bytes is not None else []
-    if costs.token_s is not None and costs.fixed_s is not None:
-        found.append(f"{1e6 * costs.token_s:.3g} us a token and {1e3 * costs.fixed_s:.3g} ms a micro-batch")
+    if costs.token_s is not None and costs.fixed_s is not None and costs.host_s is not None:
+        least = f"at least {1e3 * costs.host_s:.3g} ms" if costs.host_s else f"{1e3 * costs.fixed_s:.3g} ms"
+        found.append(f"{1e6 * costs.token_s:.3g} us a token and {least} a micro-batch")
     left = in_bytes(max(0, left_by_device(config, facts, made, role)))
     return (
         f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were "
-        f"measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}, of which auto leaves "
-        f"{HEADROOM:.0%} free"
+        f"measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}"
     )
 
 
@@ -1352,10 +1472,13 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     each, updates = f"{many(steps, 'step')} ({per_epoch}), each of", many(updates_per_step(config), "optimizer step")
     layers = [*facts.division, *sharding_in_words(facts, roles), *roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
-    enlarged = actor.token_budget == "auto" and actor.dynamic_batch and budgets.token_budget > TOKEN_BUDGET[facts.device]
-    why_larger = " (auto: with fewer tokens of so small a model the device would wait)" if enlarged else ""
+    by_auto, usual, why_budget = actor.token_budget == "auto" and actor.dynamic_batch, TOKEN_BUDGET[facts.device], ""
+    if by_auto and budgets.token_budget > usual:
+        why_budget = " (auto: with fewer tokens of so small a model the device would wait)"
+    elif by_auto and budgets.token_budget < usual:
+        why_budget = " (auto: more would not fit into the device's memory)"
     if not facts.rollout:
-        of_update = f"micro-batches of at most {budgets.token_budget} tokens{why_larger}"
+        of_update = f"micro-batches of at most {budgets.token_budget} tokens{why_budget}"
         return [f"{each} {algorithm.prompts_per_step} rows, {updates}; {of_update}", *layers]
     longest = facts.longest + config.rollout.max_new_tokens
     alone = f"; a longer sample (up to {longest} tokens) runs alone" if actor.dynamic_batch and budgets.token_budget < longest else ""
@@ -1369,7 +1492,7 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
         f"{budgets.kv_blocks * config.rollout.block_tokens} tokens, at most "
         f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; {cache}; "
         f"{graphs_in_words(config, facts, memory.decode, samples)}",
-        f"update: micro-batches of at most {micro(actor.micro_batch, budgets.token_budget)}{why_larger}; "
+        f"update: micro-batches of at most {micro(actor.micro_batch, budgets.token_budget)}{why_budget}; "
         f"passes without gradient {micro(actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]

@@ -320,21 +320,57 @@ class UpdatePass:
 
 
 @dataclass(frozen=True)
+class UpdatePasses:
+    """The measured micro-batches of a role, smallest first."""
+
+    passes: tuple[UpdatePass, ...]
+    ran_out_at: int | None = None  # tokens of the micro-batch in which memory ran out: no larger one was tried
+    free_bytes: int = 0  # that the device had before anything was measured
+    complete: bool = True  # False: time was up before all of them were measured
+
+
+@dataclass(frozen=True)
+class RolloutPass:
+    """One measured rollout whose samples are all decoded at the same time and end at the same length."""
+
+    prompts: int
+    samples: int  # that each prompt gets
+    prompt_tokens: int
+    response_tokens: int
+    decode_seconds: float  # that its decode steps alone take
+    seconds: float
+
+
+@dataclass(frozen=True)
 class UpdateCosts:
     """What a micro-batch of an update takes on this device, fitted to a few that were measured. None: not measured."""
 
     fixed_bytes: float | None  # whatever its size
     token_bytes: float | None
-    fixed_s: float | None
+    host_s: float | None  # seconds that the host takes to launch it, whatever its size, while the device works
+    fixed_s: float | None  # seconds that it takes besides those of its tokens, whatever its size
     token_s: float | None
     pair_s: float | None
     largest: int  # tokens of the largest micro-batch that was measured
     error: float = 0.0  # the largest relative difference between the fit and what was measured
+    passes: tuple[UpdatePass, ...] = ()  # that were measured
+    ran_out_at: int | None = None  # tokens of a micro-batch in which memory ran out
 
     def bytes(self, tokens: int) -> int | None:
         return None if self.fixed_bytes is None or self.token_bytes is None else int(self.fixed_bytes + self.token_bytes * tokens)
 
     def seconds(self, tokens: int, pairs: int) -> float | None:
-        if self.fixed_s is None or self.token_s is None or self.pair_s is None:
+        if self.host_s is None or self.fixed_s is None or self.token_s is None or self.pair_s is None:
             return None
-        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs
+        return max(self.host_s, self.fixed_s + self.token_s * tokens + self.pair_s * pairs)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a worker has measured of its device before the first step."""
+
+    updates: tuple[UpdatePass, ...] = ()  # passes of the actor
+    rollouts: tuple[RolloutPass, ...] = ()
+
+
+NOTHING_PROBED = Probed()

@@ -559,7 +559,8 @@ class RolloutConfig(Section):
     max_batched_tokens: Count = _rollout(
         "auto", "tokens of a prefill pass", "ARR.rollout.max_num_batched_tokens | models.policy.max_num_batched_tokens"
     )
-    """Most tokens in a prefill pass; `max_seqs` bounds decode passes. `auto`: 16384 on CUDA, 4096 on CPU, or `max_seqs` if that is more."""
+    """Most tokens in a prefill pass; `max_seqs` bounds decode passes. `auto`: 16384 on CUDA, down to 2048 where the pass would leave too
+    little for the KV cache; 4096 on CPU; or `max_seqs` if that is more."""
     chunked_prefill: bool = _rollout(True, "longest decode stall during prefill", "ARR.rollout.enable_chunked_prefill")
     """Split long prompts over several passes, with decoding in between. Off: a prompt is prefilled in one pass, if necessary alone."""
     prefix_sharing: bool = _rollout(True, "prefilled tokens; cache hit rate", "ARR.rollout.enable_prefix_caching")
@@ -798,8 +799,9 @@ class ActorConfig(Section):
         aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="~per_device_train_batch_size"
     )
     """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
-    at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
-    where they fit well, so that the device does not wait for the host; `run.probe = true` sizes it by measurement."""
+    at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, fewer where they do not fit even with full recompute and offload
+    of activations, and for models below about 500 million parameters up to 65536 where they fit well, so that the device does not wait for
+    the host; `run.probe` sizes it by measurement."""
     forward_token_budget: Count = _token_budget(
         aliases="ARR.rollout.log_prob_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing"
     )
@@ -1033,11 +1035,13 @@ class RunConfig(Section):
     else one for models under 30 million parameters, and one per core for larger ones."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
-    probe: bool = row(False, free=True)
-    """Measure a few micro-batches before the first step, which takes less than 20 seconds, and size `auto` token budgets by them, with 15%
-    of the memory left free. The user's cache folder keeps the costs for the next run of the model on this device. With `deterministic`
-    nothing reads a clock: memory alone is measured. Runs with several workers are not measured, nor those whose `actor.token_budget` is
-    given, nor resumed ones, which keep their budgets."""
+    probe: bool | Auto = row("auto", free=True)
+    """Measure a few micro-batches and short rollouts before the first step, size `auto` token budgets by them and scale predictions by
+    them. For the actor that takes up to 15 seconds, and for a critic as many again, besides the first micro-batch of each and the first
+    rollout, which may compile and have no limit. A budget stays that takes no more memory than was planned; where it takes more, or is
+    raised, 15% of the memory for updates are left free. The user's cache folder keeps what was measured for the next run of the model on
+    this device. With `deterministic` nothing reads a clock: memory alone is measured. Budgets that are given, and those of a resumed run,
+    stay. Of several workers the first measures for all, where its passes need no other; else `true` is refused. `auto`: on a GPU."""
     save_rollouts: Positive = row(16, free=True, used_if=_if_sampled)
     """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 

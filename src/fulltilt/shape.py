@@ -255,14 +255,14 @@ class Shape:
 
     def adapted(
         self, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()
-    ) -> Iterator[tuple[DecoderLayer, str, tuple[int, int, int]]]:
-        """The matrices that adapters are put on: layer, name, and size as in `products`."""
+    ) -> Iterator[tuple[int, str, tuple[int, int, int]]]:
+        """The matrices that adapters are put on: the place of the layer, name, and size as in `products`."""
         linear = ("",) if targets == "all-linear" else tuple(f".{end}" for end in targets)
         of_experts = tuple(f".{end}" for end in stacked)
         for index, layer in enumerate(self.layers):
             for name, sizes in self.products(layer).items():
                 if f".model.layers.{index}.{name}".endswith(linear if sizes[2] == 1 else of_experts):
-                    yield layer, name, sizes
+                    yield index, name, sizes
 
     def products(self, layer: DecoderLayer) -> dict[str, tuple[int, int, int]]:
         """The matrices of a layer that adapters can be put on: numbers in, numbers out, and how many lie in one parameter."""

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import fulltilt
 from fulltilt.bench.shapes import Source
+from fulltilt.hardware import processor
 from fulltilt.memory.host import usable_cores
 from fulltilt.words import printable
 
@@ -46,14 +47,6 @@ def origin(device: torch.device) -> dict[str, Any]:
         "command": shlex.join(["fulltilt", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

@@ -1,8 +1,8 @@
 """What the collectives of a step cost at sizes that nobody can try here: the tables of docs/scaling.md.
 
-Enters: nothing; devices and the work of a step are in this file. Leaves: four tables on standard output, in Markdown. Guaranteed: bytes are
+Enters: nothing; devices and the work of a step are in this file. Leaves: five tables on standard output, in Markdown. Guaranteed: bytes are
 those of parallel/traffic.py and parallel/holdings.py, which equal what is counted; what `auto` chooses is that of the plan; arithmetic is
-that of batching/cost.py; nothing is loaded or measured.
+that of batching/cost.py, and of decoding that of bench/roofline.py; nothing is loaded or measured.
 
     python -m fulltilt.bench.scaling
 """
@@ -15,15 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fulltilt.batching.cost import ModelSize, update_flops
-from fulltilt.bench.roofline import DEVICES
+from fulltilt.batching.cost import PASSES, ModelSize, update_flops
+from fulltilt.bench.roofline import DEVICES, StepCost, bound
+from fulltilt.footprint import sizes_up_to
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.parallel.holdings import held_bytes, passing_bytes, rollout_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.traffic import (
     WHITENING,
+    DecodePass,
     ExpertPass,
+    PrefillPass,
     RoleWork,
+    RolloutWork,
     RowExchange,
     RowTraffic,
     Stream,
@@ -35,9 +39,9 @@ from fulltilt.parallel.traffic import (
     tensor_pass,
     ulysses_pass,
 )
-from fulltilt.plan import RESERVE, TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
+from fulltilt.plan import MOST_SEQS, RESERVE, TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
 from fulltilt.schema import Config
-from fulltilt.shape import Recompute, Shape
+from fulltilt.shape import LayerDivision, Recompute, Shape
 
 MODELS = ("0.5B", "7B", "32B", "70B")
 WITH_EXPERTS = "Qwen3-30B-A3B"
@@ -46,10 +50,13 @@ OF_MACHINE = 8  # GPUs that NVLink joins
 NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives as many
 NETWORK = 400e9 / 8  # bytes per second of one adapter, in each direction
 MEMORY = int(141e9)  # bytes of an H200
-FLOPS, SHARE = DEVICES[r"\bH200\b"].flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
-SAMPLES, PROMPT, RESPONSE, UPDATES = 512 * 16, 512, 1536, 4  # samples of a step, tokens of each, optimizer steps
+DEVICE = DEVICES[r"\bH200\b"]
+FLOPS, SHARE = DEVICE.flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
+LATENCY = 20e-6  # seconds of a small all-reduce between GPUs of a machine (nccl-tests)
+PROMPTS, SAMPLES, PROMPT, RESPONSE, UPDATES = 512, 512 * 16, 512, 1536, 4  # prompts and samples of a step, tokens of each, optimizer steps
 ITEMSIZE, GRADIENT = 2, 4  # bytes of a number in bfloat16, and of its gradient
 GROUPS = (2, 4, 8)  # GPUs that share micro-batches or layers
+TOGETHER = ((2, 2), (2, 4))  # sizes of Ulysses and of tensor parallelism, for layouts with both
 LONG_MODELS, LONG_TOKENS, LONG_RECOMPUTE = ("7B", "32B"), (32768, 131072), Recompute("full")
 
 
@@ -108,25 +115,32 @@ class Scale:
         return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1, parts=self.sharding.experts)], self.sharding)
 
     @cached_property
-    def moved_in_group(self) -> Mapping[str, int]:
-        """Bytes of what goes between the GPUs that share micro-batches, layers or experts, of all samples of a step, as if each were a
-        micro-batch by itself: only padding, and how often numbers of rows are sent, depends on that. Routers send a GPU as many rows as it
-        sends."""
-        found, samples = Counter[str](), SAMPLES * self.sequence * self.tensor // self.gpus
-        stream = Stream.of([(PROMPT, RESPONSE)])
-        if self.sequence > 1:
-            found += ulysses_pass(self.shape, self.sequence, ITEMSIZE, stream, "entropy", learns=True)
+    def group_traffic(self) -> Sequence[tuple[int, Mapping[str, int]]]:
+        """The size of each kind of group, of GPUs that share micro-batches, layers or experts, and the bytes that a GPU moves in it, of all
+        samples of a step. Each sample counts as a micro-batch by itself: only padding, and how often numbers of rows are sent, depends on
+        that. Routers send a GPU as many rows as it sends."""
+        samples, stream = SAMPLES * self.sequence * self.tensor // self.gpus, Stream.of([(PROMPT, RESPONSE)])
+        part = max((stream.part(self.sequence, rank) for rank in range(self.sequence)), key=lambda own: own.results)
+        found: list[tuple[int, Counter[str]]] = []
+        if self.sequence > 1:  # each has its own heads of the tokens
+            own = replace(self.shape, layers=tuple(map(LayerDivision(self.tensor).own, self.shape.layers)))
+            found.append((self.sequence, ulysses_pass(own, self.sequence, ITEMSIZE, stream, "entropy", learns=True)))
         if self.tensor > 1:
-            found += tensor_pass(self.shape, self.tensor, ITEMSIZE, stream, "entropy")
+            found.append((self.tensor, tensor_pass(self.shape, self.tensor, ITEMSIZE, part, "entropy")))
         if self.sharding.experts > 1:
-            found += expert_pass(self.shape, ITEMSIZE, ExpertPass(PROMPT + RESPONSE), learns=True)
+            found.append((self.sharding.experts, expert_pass(self.shape, ITEMSIZE, ExpertPass(part.tokens), learns=True)))
+        moved = [(size, Counter({kind: samples * count for kind, count in own.items()})) for size, own in found]
         shared = UPDATES * GRADIENT * shared_numbers(self.shape, self.tensor) if self.tensor > 1 else 0
-        return Counter({kind: samples * count for kind, count in found.items()}) + Counter({"all-reduce": shared})
+        return [*moved, (self.tensor, Counter({"all-reduce": shared}))]
+
+    @property
+    def moved_in_group(self) -> int:
+        return sum(sum(moved.values()) for _, moved in self.group_traffic)
 
     @cached_property
     def group_s(self) -> float:
         """Time of the collectives within groups, which are on one machine."""
-        return sent_bytes(self.moved_in_group, self.sequence * self.tensor * self.sharding.experts) / NVLINK
+        return sum(sent_bytes(moved, size) for size, moved in self.group_traffic) / NVLINK
 
     def collectives_s(self, adapters: int) -> float:
         """`adapters`: to the network, of each machine. A ring passes through every machine once for each of its adapters, and through all
@@ -193,6 +207,22 @@ def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
     for size in (size for size in GROUPS if size in legal_expert_sizes(shape)):
         divided = (replace(each, experts=size) for each in shardings(gpus) if each.shard != "hybrid")
         yield f"experts {size}", first_that_fits(Scale(model, sharding) for sharding in divided)
+    yield from combined_layouts(shape, model, gpus)
+
+
+def combined_layouts(shape: Shape, model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
+    """Layouts with groups of two kinds. Where layers and experts are divided among the same GPUs, each of these has some of the experts
+    whole: what they move is what they move for parts of experts."""
+    for sequence, tensor in TOGETHER:
+        if tensor in legal_sizes(shape) and sequence in legal_sequence_sizes(shape, OF_MACHINE // tensor, tensor):
+            found = first_that_fits(Scale(model, sharding, sequence, tensor) for sharding in shardings(gpus, tensor))
+            yield f"Ulysses {sequence}, tensor {tensor}", found
+    for size in GROUPS[1:]:
+        if size in legal_expert_sizes(shape) and size in legal_sizes(shape, whole_experts=True):
+            yield f"tensor {size}, experts {size}", first_that_fits(Scale(model, own, tensor=size) for own in shardings(gpus, size))
+    if OF_MACHINE in legal_expert_sizes(shape) and 2 in groups_of(shape):
+        divided = (replace(each, experts=OF_MACHINE) for each in shardings(gpus) if each.shard != "hybrid")
+        yield f"Ulysses 2, experts {OF_MACHINE}", first_that_fits(Scale(model, sharding, sequence=2) for sharding in divided)
 
 
 def groups_of(shape: Shape) -> list[int]:
@@ -224,7 +254,7 @@ def layouts_table() -> Iterator[str]:
     yield f"|{'---|' * len(heads)}"
     for model in (*MODELS, WITH_EXPERTS):
         for (name, *_), found in (zip(*columns, strict=True) for columns in zip(*(layouts(model, gpus) for gpus in GPUS), strict=True)):
-            counts = [(scale.held_bytes, sum(scale.moved_in_group.values()), sum(scale.moved.values())) for scale in found]
+            counts = [(scale.held_bytes, scale.moved_in_group, sum(scale.moved.values())) for scale in found]
             times = [(scale.compute_s, scale.collectives_s(OF_MACHINE)) for scale in found]
             cells = [[scale.sharding.shard for scale in found]]
             cells += [[f"{count / 1e9:,.0f}" for count in column] for column in zip(*counts, strict=True)]
@@ -234,6 +264,122 @@ def layouts_table() -> Iterator[str]:
 
 def side_by_side(cells: Sequence[str]) -> str:
     return cells[0] if len({*cells}) == 1 else " / ".join(cells)
+
+
+# ---- rollouts ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DividedRollout:
+    """The rollout of the step, by groups of GPUs that sample together. Beside the KV cache a GPU has its part of the parameters alone."""
+
+    model: str
+    members: int
+    gpus: int
+
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape.named(self.model)
+
+    @property
+    def samples(self) -> int:
+        """The samples of a group."""
+        return SAMPLES * self.members // self.gpus
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token on each member: where there are fewer key heads than members, several have the same one."""
+        own = replace(self.shape, layers=tuple(map(LayerDivision(self.members).own, self.shape.layers)))
+        return own.kv_bytes_per_token(ITEMSIZE)
+
+    @cached_property
+    def at_once(self) -> int:
+        """Samples that a group decodes at once: as many as `auto` allows and the cache holds."""
+        weights = ITEMSIZE * sum(self.shape.parameters_by_kind().values()) // self.members
+        cached = ((1 - RESERVE) * MEMORY - weights) / (self.token_bytes * (PROMPT + RESPONSE))
+        return min(self.samples, MOST_SEQS["cuda"], int(cached))
+
+    @property
+    def waves(self) -> list[tuple[int, int]]:
+        """Samples that are decoded at once, one wave of them after another: how many samples, and how often."""
+        whole, rest = divmod(self.samples, self.at_once)
+        return [(self.at_once, whole), *([(rest, 1)] if rest else [])]
+
+    @cached_property
+    def moved(self) -> Counter[str]:
+        """Each prompt goes through a prefill pass once, of whose results its samples' first tokens are drawn; CUDA graphs are there."""
+        prompts = PROMPTS * self.members // self.gpus
+        steps = [DecodePass([rows] * (times * (RESPONSE - 1))) for rows, times in self.waves]
+        work = RolloutWork(
+            self.shape, self.members, ITEMSIZE, [[PrefillPass(prompts * PROMPT, prompts), *steps]], sizes_up_to(self.at_once)
+        )
+        return predict([], UNSHARDED, rollout=work)
+
+    @property
+    def steps(self) -> int:
+        """Decoding steps of a group."""
+        return sum(times for _, times in self.waves) * (RESPONSE - 1)
+
+    @property
+    def latency_s(self) -> float:
+        """A step has an all-reduce behind the embedding and two in each layer, and gathers its logits."""
+        return self.steps * (2 * len(self.shape.layers) + 2) * LATENCY
+
+    def collectives_s(self, speed: float) -> float:
+        """`speed`: bytes per second of the link between members."""
+        return sent_bytes(self.moved, self.members) / speed
+
+    @cached_property
+    def prefill_s(self) -> float:
+        flops = update_flops(ModelSize.of_shape(self.shape), [PROMPT], 1).total / PASSES
+        return PROMPTS / self.gpus * flops / (FLOPS * SHARE)
+
+    @cached_property
+    def decode_s(self) -> dict[str, float]:
+        """The least time that decoding can take, and how many of its steps reading from memory binds."""
+        found = Counter[str]()
+        for rows, times in self.waves:
+            steps = ((rows, rows * (PROMPT + drawn)) for drawn in range(1, RESPONSE))
+            least = bound(steps, self._step_cost(rows), DEVICE)
+            found.update({"all": times * least["seconds"], "steps of memory": times * least["memory_bound_steps"]})
+        return dict(found)
+
+    def _step_cost(self, rows: int) -> StepCost:
+        """On each member. Of experts a step reads those that some sample is sent to, if routers choose evenly."""
+        size, shape, members = ModelSize.of_shape(self.shape), self.shape, self.members
+        read = sum(shape.parameters_by_kind().values()) - (0 if shape.tied else shape.vocabulary * shape.width)
+        for layer in shape.layers:
+            if layer.experts:
+                read -= round(shape.expert_parameters(layer) * (1 - layer.experts.active / layer.experts.count) ** rows)
+        scores = sum(4 * width for width, _ in size.attention)
+        flops = 2 * (size.layer_weights + size.head_weights)
+        return StepCost(ITEMSIZE * read // members, self.token_bytes, flops / members, scores / members)
+
+    @property
+    def binding(self) -> str:
+        memory = self.decode_s["steps of memory"] * 2 > self.steps
+        computing = {"memory's bandwidth" if memory else "arithmetic": self.prefill_s + self.decode_s["all"]}
+        times = computing | {"NVLink": self.collectives_s(NVLINK), "latency": self.latency_s}
+        slowest = max(times, key=lambda cause: times[cause])
+        return slowest if self.collectives_s(NETWORK) < times[slowest] else f"{slowest}; with 400 Gb/s the network"
+
+
+def rollouts_table() -> Iterator[str]:
+    """A row for each size of groups, with the numbers at 8, 64 and 1,024 GPUs side by side."""
+    heads = ["model", "`rollout.tensor_parallel`", "samples of a group", "at once", "moved, GB", "prefill and decoding, s"]
+    heads += ["collectives on NVLink, s", "with 400 Gb/s, s", "latency, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for model in (*MODELS, WITH_EXPERTS):
+        for size in (size for size in GROUPS if size in legal_sizes(Shape.named(model))):
+            found = [DividedRollout(model, size, gpus) for gpus in GPUS]
+            cells = [[f"{own.samples:,}" for own in found], [f"{own.at_once:,}" for own in found]]
+            cells += [[f"{sum(own.moved.values()) / 1e9:,.0f}" for own in found]]
+            links = [(own.collectives_s(NVLINK), own.collectives_s(NETWORK)) for own in found]
+            times = [(own.prefill_s + own.decode_s["all"], *link, own.latency_s) for own, link in zip(found, links, strict=True)]
+            cells += [[in_seconds(seconds).removesuffix(" s") for seconds in column] for column in zip(*times, strict=True)]
+            bound_by = [own.binding for own in found]
+            yield f"| {' | '.join([model, str(size), *map(side_by_side, cells), *bound_by])} |"
 
 
 # ---- long samples ------------------------------------------------------------------------------------------------------------------------
@@ -350,7 +496,7 @@ def rows_table() -> Iterator[str]:
 
 
 def main() -> None:
-    for line in (*table(), "", *layouts_table(), "", *long_table(), "", *rows_table()):
+    for line in (*table(), "", *layouts_table(), "", *rollouts_table(), "", *long_table(), "", *rows_table()):
         print(line)
 
 

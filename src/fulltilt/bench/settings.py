@@ -3,8 +3,9 @@ measured.
 
 Enters: `BenchOptions` with one `--try` for each setting by hand. Leaves: one JSON-ready document: for each setting seconds of a step, of
 its phases and peak memory, tokens/s against those of `auto`, and predictions of the run itself beside them; `table` makes it readable.
-Guaranteed: every setting makes the same steps from the same weights; settings take turns, so that a device that slows down slows all; one
-that fails is kept with its error and does not end the others; mistakes in settings are reported before weights are made.
+Guaranteed: every setting makes the same steps from the same weights; settings take turns, so that a device that slows down slows all, and
+after the first turn those that are over a tenth slower than the best have none; one that fails is kept with its error and does not end the
+others; mistakes in settings are reported before weights are made.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fulltilt.words import many
 
 AUTO = "auto"
 TURNS = {"cuda": 2, "cpu": 1}
+NEAR = 0.9  # a setting has another turn if it reaches this share of the best setting's tokens/s in its first
 PREDICTED = "predicted/"
 
 
@@ -59,14 +61,13 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
     begin, first = time.perf_counter(), asked.first
     parameters = step.write_model(first, say)
     found: dict[str, list[StepTiming]] = {name: [] for name in asked.jobs}
+    tokens = step.step_tokens(first)[-1]
     for turn in range(asked.turns):
-        for name, job in asked.jobs.items():
-            if any(timing.error for timing in found[name]):
-                continue  # it would fail again
+        for name in list(asked.jobs) if turn == 0 else worth_another_turn(found):
+            job = asked.jobs[name]
             say(f"turn {turn + 1} of {asked.turns}: {name}")
             found[name].append(measured(job, say))
             let_go(job.device)
-    tokens = step.step_tokens(first)[-1]
     settings = {name: described(timings, tokens) for name, timings in found.items()}
     best = max((one["tokens_per_s"] or 0.0 for one in settings.values()), default=0.0)
     return {
@@ -80,6 +81,14 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
         "seconds": time.perf_counter() - begin,
         **report.origin(first.device),
     }
+
+
+def worth_another_turn(found: Mapping[str, Sequence[StepTiming]]) -> list[str]:
+    """The settings that have another turn: `auto`, and those that are about as fast as the best. One that failed would fail again."""
+    good = {name: own for name, own in found.items() if not any(one.error for one in own)}
+    seconds = {name: median(each for timing in own for each in timing.seconds) for name, own in good.items()}
+    best = min(seconds.values(), default=0.0)
+    return [name for name, own in seconds.items() if name == AUTO or best >= NEAR * own]
 
 
 def measured(job: BenchJob, say: Say) -> StepTiming:
@@ -98,6 +107,8 @@ def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:
     last = timings[-1]
     peaks = [timing.peak_memory_bytes for timing in timings if timing.peak_memory_bytes is not None]
     phases = [timing.details["phases"] for timing in timings if timing.details]
+    lines = [line for timing in timings if timing.details for line in timing.details["metrics_of_steps"]]
+    everywhere = [name for name in (lines[0] if lines else {}) if all(name in line for line in lines)]
     return {
         "step_seconds": median(seconds) if seconds else None,
         "step_seconds_all": seconds,
@@ -105,7 +116,10 @@ def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:
         "peak_memory_bytes": max(peaks, default=None),
         "start_seconds": last.start_seconds,
         "phases": {phase: median([one[phase] for one in phases]) for phase in (phases[0] if phases else {})},
-        "predictions": predictions([timing.details["metrics"] for timing in timings if timing.details]),
+        "predictions": predictions(lines),
+        "metrics": {name: median(line[name] for line in lines) for name in everywhere},
+        "description": last.details.get("description"),
+        "probed": last.details.get("probed"),
         "plan": list(last.details.get("plan", ())),
         "eager_reason": last.details.get("eager_reason"),
         "error": last.error,

@@ -12,6 +12,7 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import STEP_WORKLOADS
 from fulltilt.cluster.assembly import RunParts, assemble
-from fulltilt.loop.opening import foreseen, freeze_existing_objects, prober_for
+from fulltilt.loop.opening import Foreseen, foreseen, freeze_existing_objects, prober_for
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -103,8 +104,10 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
     parts = assemble(config, probe=prober_for(config))
     started = time.perf_counter() - begin
     try:
-        decoder = force_lengths(job, parts).decoder
-        seconds, metrics = zip(*make_steps(job, parts, say), strict=True)
+        decoder, predictions = force_lengths(job, parts).decoder, foreseen(config, parts)
+        for text in predictions.words:
+            say(text)
+        seconds, metrics = zip(*make_steps(job, parts, predictions, say), strict=True)
         # From the account, which resets torch's own peaks at every phase.
         allocated, reserved = parts.worker.account.peak_bytes, parts.worker.account.peak_reserved_bytes
         return StepTiming(
@@ -126,18 +129,18 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
                 },
                 "grad_norms": [line["actor/grad_norm"] for line in metrics],
                 "metrics": dict(metrics[-1]),
+                "metrics_of_steps": [dict(line) for line in metrics[WARM_UP:]],
+                "description": predictions.predictor.description if predictions.predictor else None,
+                "probed": asdict(parts.crew.probed),
             },
         )
     finally:
         parts.close()
 
 
-def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Mapping[str, float]]]:
+def make_steps(job: BenchJob, parts: RunParts, predictions: Foreseen, say: Say) -> list[tuple[float, Mapping[str, float]]]:
     """Seconds and metrics of each step, with what the run predicts of them."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
-    predictions = foreseen(config, parts)
-    if predictions.predictor is None:
-        say(f"predictions of time and memory are left out: {predictions.found}")
     run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
     with freeze_existing_objects():
         if job.device.type == "cuda":

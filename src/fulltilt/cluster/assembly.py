@@ -24,8 +24,10 @@ from fulltilt.cluster.checks import (
     check_lengths,
     check_truths,
     choose_device,
+    commits_of_models,
     count_workers,
     model_paths,
+    open_address,
     read_training_data,
     read_validation_data,
     refuse,
@@ -47,8 +49,7 @@ from fulltilt.cluster.worker import Worker
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
-from fulltilt.model import lora
-from fulltilt.model.load import end_tokens
+from fulltilt.model import load, lora
 from fulltilt.plan import Plan
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
@@ -101,14 +102,15 @@ def torch_as_it_was() -> Iterator[None]:
 
 def assemble(
     config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None,
-    probe: Probe | None = None,
+    probe: Probe | None = None, restarted: bool = False,
 ) -> RunParts:  # fmt: skip
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
-    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device."""
+    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `restarted`: whether
+    the run has just lost workers."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe, restarted=restarted)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
@@ -138,7 +140,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
     if config.lora.rank:
         lora.require_peft()
     models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
-    texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
+    texts = TextFacts(tokenizer, load.end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
     return Crew(config, algorithm, Local(make_worker(config, algorithm, device, models, texts, (), resume)))
 
 
@@ -153,21 +155,25 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
-    resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None,
+    resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None, *,
+    restarted: bool = False,
 ) -> RunParts:  # fmt: skip
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
-    with contextlib.ExitStack() as on_error:
+    open_address(config, device.type)
+    paths = model_paths(config, algorithm, learns=bool(roles))
+    commits = commits_of_models(config, paths)
+    with contextlib.ExitStack() as on_error, load.at_commits(commits):
         reward = RewardPool(config.reward, Path(config.run.dir), write_errors=bool(roles)) if "rollout" in algorithm.needs else None
         if reward:
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
-        paths = model_paths(config, algorithm, learns=bool(roles))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder, probe=probe)
+        order = replace(order, commits=commits, restarted=restarted)
         crew = gather_crew(order, algorithm, device, paths, start)
         on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)

@@ -130,24 +130,24 @@ class LiveBudgets:
         again = "the mini-batch is" if work.learns else "all passes are"
         self.say(f"out of memory in {work.phase}{where}: {reported.rstrip('.')}. {change}, and {again} computed again")
 
-    def lower_rollout(self, found: Mapping[int, RolloutLimits]) -> bool:
-        """Lower the limits of rollout to what engines could keep in memory, by worker. Returns whether anything has changed."""
-        self.failures += sum(len(each.failures) for each in found.values())
+    def lower_rollout(self, found: Mapping[int, RolloutLimits], together: int = 1) -> bool:
+        """Lower the limits of rollout to what engines could keep in memory, by worker. `together`: how many workers form an engine, each of
+        which tells the same limits. Returns whether anything has changed."""
+        failures = {rank: own for rank, each in found.items() if (own := list(filter(None, each.failures)))}
+        self.failures += sum(len(each.failures) for each in found.values()) // together
         before = self.now
         least = {name: min([getattr(before, name), *(getattr(each, name) for each in found.values())]) for name in ROLLOUT}
-        if all(size == getattr(before, name) for name, size in least.items()):
-            return False
-        self.use(least, {name: size for name, size in least.items() if size < getattr(before, name)})
-        rank, reported = next((rank, each.failures[0]) for rank, each in found.items() if each.failures)
-        changes = [
-            f"{name} is lowered from {getattr(before, name)} to {getattr(self.now, name)} {unit}"
-            for name, unit in ROLLOUT.items()
-            if getattr(self.now, name) != getattr(before, name)
-        ]
-        where = f" on worker {rank}" if self._several else ""
-        again = "samples that were interrupted went on from the tokens they had"
-        self.say(f"out of memory in rollout{where}: {reported.rstrip('.')}. {joined(changes, 'and')}; {again}")
-        return True
+        lowered = {name: size for name, size in least.items() if size < getattr(before, name)}
+        self.use(least, lowered)
+        changes = [f"{name} is lowered from {getattr(before, name)} to {size} {ROLLOUT[name]}" for name, size in lowered.items()]
+        if failures:
+            ranks = joined([str(rank) for rank in failures], "and")
+            where = f" on worker{'s' if len(failures) > 1 else ''} {ranks}" if self._several else ""
+            reported = next(iter(failures.values()))[0].rstrip(".")
+            change = joined(changes, "and") or "Nothing can be lowered any more; unused memory was given back"
+            again = "samples that were interrupted went on from the tokens they had"
+            self.say(f"out of memory in rollout{where}: {reported}. {change}; {again}")
+        return bool(lowered)
 
 
 def smaller_budget(sizing: MicroSizing, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> int | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -21,7 +21,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBas
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
-from fulltilt.cluster.keeper import free_shared_memory, wrong_shared_memory
+from fulltilt.cluster.address import find_cluster, is_joined
+from fulltilt.cluster.divisible import WantedDivision, why_not_divisible
+from fulltilt.cluster.keeper import SHARE_DEVICES, free_shared_memory, may_share_devices, wrong_shared_memory
 from fulltilt.cluster.loading import Fusing, make_encoder
 from fulltilt.cluster.shelf import wrong_shares
 from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
@@ -76,9 +78,13 @@ from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, listed, many
 
+WAITS = "a micro-batch of one worker alone would wait for the others"
 ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often in every row
-SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
-# Settings that do not go with parameters that are shared out.
+# Reasons that messages give.
+NO_COPIES = (
+    "its groups must be copies of one another, or norms of gradients would be wrong and checkpoints incomplete, and the shards of divided "
+    "experts are spread over all groups"
+)
 EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
@@ -201,6 +207,11 @@ def model_paths(config: Config, algorithm: Algorithm, *, learns: bool = True) ->
     return {key: path for key, path in paths.items() if isinstance(path, str)}
 
 
+def commits_of_models(config: Config, paths: Mapping[str, str]) -> dict[str, str]:
+    """By name, the commit that each model on the hub has now. `paths`: those of `model_paths`, of which an adapter is always a folder."""
+    return load.commits_of(config.model, {key: path for key, path in paths.items() if key != "lora.path"})
+
+
 def wrong_models(config: Config, paths: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the files of models, as far as that shows without loading their weights."""
     for key, path in paths.items():
@@ -222,7 +233,9 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_roles(config, algorithm),
         *wrong_tensor(config, algorithm, device),
         *wrong_experts(config, algorithm, device),
+        *wrong_modules(config, algorithm, device),
         *wrong_sequence(config, algorithm, device),
+        *wrong_probe(config, algorithm, device),
         *among_own_checkpoints(config),
     ]
 
@@ -246,7 +259,7 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     """What does not go with parameters that are shared out among workers."""
     train, apart = config.train, config.cluster.roles.values()
     workers = count_workers(config, device) * config.cluster.nodes - sum(apart)
-    known = not (config.cluster.address and config.cluster.workers == "auto")  # else the cluster knows how many there are
+    known = knows_workers(config)
     if not shares_parameters(config):
         return
     if train.shard_size == 1:
@@ -361,7 +374,7 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
             yield f"{key}: {size}, but {by} = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
             continue
         if config.train.shard == "hybrid" and tensor == 1:
-            yield f'{key}: {size} goes with train.shard = "optimizer" or "full", and it is "hybrid". Remove one of the keys'
+            yield f'{key}: {size}, but train.shard = "hybrid": {NO_COPIES}. Remove one of the keys, or set train.shard = "full"'
         for other, why in UNDIVIDED.items():
             if value_of(config, other) is True:
                 yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
@@ -399,23 +412,80 @@ def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> 
             yield f"{key}: {size} workers cannot divide the experts among themselves: {reason}. Use 1"
 
 
+def wrong_modules(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """Models whose modules cannot be divided as the user asks, which shapes do not show. What shapes do show is told by them, where the
+    number of workers is known."""
+    known, said = knows_workers(config), set[str]()
+    if known and count_workers(config, device) * config.cluster.nodes == 1:  # such keys have no effect, which is said
+        return
+    for wanted, shape in divisions_asked_for(config, algorithm):
+        if wanted.key in said or (known and told_by_shape(shape, wanted)):  # once for all roles that follow the key
+            continue
+        if told := why_not_divisible(config, wanted):
+            if told not in said:  # what is told about adapters is the same whatever key divides them
+                yield told
+            said |= {wanted.key, told}
+
+
+def divisions_asked_for(config: Config, algorithm: Algorithm) -> Iterator[tuple[WantedDivision, Shape]]:
+    """How the user wants the models of all roles to be divided, and the one that an engine reads, with their shapes."""
+    division, sampling = given_division(config), unless_auto(config.rollout.tensor_parallel, 1)
+    for role in roles_with_models(config, algorithm):
+        own = division.of(config, role)
+        with suppress(UserError):  # said of the model itself
+            shape = load.shape_of(load.read_config(config.model, None if role == "actor" else getattr(config, role).path))
+            if own.tensor > 1:
+                yield WantedDivision(size_key(config, role, "tensor_parallel"), role, own.tensor, of_layers(own.experts > 1)), shape
+            elif own.experts > 1 and expert_counts(shape):
+                yield WantedDivision(size_key(config, role, "expert_parallel"), role, own.experts, "experts"), shape
+            if role == "actor" and sampling > 1 and "rollout" in algorithm.needs:
+                key = "rollout.tensor_parallel"
+                yield WantedDivision(key, role, sampling, of_layers(has_whole_experts(config, key, sampling, shape))), shape
+
+
+def of_layers(whole_experts: bool) -> Literal["layers", "layers, whole experts"]:
+    return "layers, whole experts" if whole_experts else "layers"
+
+
+def told_by_shape(shape: Shape, wanted: WantedDivision) -> bool:
+    """Whether the sizes of a model alone show that it cannot be divided so."""
+    whole, of_experts = wanted.how != "layers" and bool(expert_counts(shape)), why_not_experts(shape, wanted.size)
+    if wanted.how == "experts":
+        return of_experts is not None
+    return why_not_divided(shape, wanted.size, whole_experts=whole) is not None or (whole and of_experts is not None)
+
+
+def knows_workers(config: Config) -> bool:
+    """Whether the number of workers is known here; otherwise the cluster alone knows it, and it is checked when workers are made."""
+    return not (config.cluster.address and config.cluster.workers == "auto")
+
+
+def roles_with_models(config: Config, algorithm: Algorithm) -> list[str]:
+    """The roles of a run that have a model of their own."""
+    return [role for role in used_roles(config, algorithm) if role != "ref" or not shares_model(config)]
+
+
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
     """The roles of a run, the shape of each one's model as far as it is known before it is loaded, and how many workers have the role."""
-    if config.cluster.address and config.cluster.workers == "auto":
-        return  # what the cluster alone knows is checked when workers are made
+    if not knows_workers(config):
+        return
     roles = {str(role): count for role, count in config.cluster.roles.items()}
     workers = count_workers(config, device) * config.cluster.nodes
-    used = {
-        "actor": True,
-        "ref": "ref_logprobs" in algorithm.needs,
-        "critic": algorithm.value_loss,
-        "reward_model": uses_reward_model(config),
-    }
-    for role in (role for role, wanted in used.items() if wanted and workers > 1):  # one worker: such keys have no effect, which is said
+    for role in used_roles(config, algorithm) if workers > 1 else ():  # one worker: such keys have no effect, which is said
         own, path = roles.get(role) or workers - sum(roles.values()), None if role == "actor" else getattr(config, role).path
         with suppress(UserError, UnknownParameters):  # said of the model itself, or not known before it is loaded
             if own >= 1:
                 yield role, load.shape_of(load.read_config(config.model, path)), own
+
+
+def used_roles(config: Config, algorithm: Algorithm) -> list[str]:
+    used = {
+        "actor": True,
+        "ref": "ref_logprobs" in algorithm.needs,
+        "critic": bool(algorithm.value_loss),
+        "reward_model": uses_reward_model(config),
+    }
+    return [role for role, wanted in used.items() if wanted]
 
 
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -430,17 +500,30 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
             yield wrong
 
 
+def wrong_probe(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """A probe that is asked for where a pass of the actor's workers waits for others. What `auto` divides is known later."""
+    known = not (config.cluster.address and config.cluster.workers == "auto")  # else the cluster knows how many there are
+    workers, apart = count_workers(config, device) * config.cluster.nodes, config.cluster.roles
+    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # one worker: such keys have no effect, which is said
+        return
+    used = {"actor": True} | {role: role not in apart for role in used_roles(config, algorithm)}
+    given = {"train.shard": shown(config.train.shard)} if shares_parameters(config) else {}
+    for role in (role for role, here in used.items() if here):
+        for key in ("tensor_parallel", "expert_parallel", "sequence_parallel"):
+            by = size_key(config, role, key)
+            size = value_of(config, by)
+            given |= {by: str(size)} if size not in (None, "auto", 1) else {}
+    if given:
+        key, value = next(iter(given.items()))
+        yield f"run.probe: true, but nothing can be measured with {key} = {value}: {WAITS}. Remove one of the keys"
+
+
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Workers that there are no devices for, or that the engine or a function of the user does not run on, and keys that only several
     workers obey."""
-    workers, most = count_workers(config, device), torch.cuda.device_count() if device == "cuda" else usable_cores()
-    if workers > most and config.cluster.address is None and os.environ.get(SHARE_DEVICES) != "1":
-        each = "a GPU" if device == "cuda" else "a core"
-        has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
-        remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
-        yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
-    if device == "cuda" and config.cluster.address is None and workers <= most:  # those that share a GPU do not use NCCL
-        yield from wrong_shared_memory(free_shared_memory(), workers)
+    workers = count_workers(config, device)
+    if config.cluster.address is None:
+        yield from too_many_here(workers, device)
     yield from unused_by(config, workers)
     if not (config.cluster.address and config.cluster.workers == "auto"):  # then the cluster knows how many there are
         yield from too_few(config, workers * config.cluster.nodes)
@@ -448,6 +531,31 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
         yield from wrong_on_several(config, algorithm)
     if config.cluster.nodes > 1 and config.cluster.workers != "auto" and "rollout" in algorithm.needs:
         yield from wrong_shares(config.reward, workers * config.cluster.nodes, workers)
+
+
+def too_many_here(workers: int, device: str) -> Iterator[str]:
+    """More workers than this machine has devices for, or memory that they share."""
+    most = torch.cuda.device_count() if device == "cuda" else usable_cores()
+    if workers > most and not may_share_devices():
+        each = "a GPU" if device == "cuda" else "a core"
+        has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
+        remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
+        yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
+    if device == "cuda" and workers <= most:  # those that share a GPU do not use NCCL
+        yield from wrong_shared_memory(free_shared_memory(), workers)
+
+
+def open_address(config: Config, device: str) -> str | None:
+    """Where the run's Ray cluster answers; None where the run needs none, or starts its own. Anything else is refused. Call it
+    before data is read."""
+    settings = config.cluster
+    if settings.address is None or is_joined():
+        return None
+    require_ray()
+    if found := find_cluster(settings.address, settings.nodes):
+        return found
+    refuse(too_many_here(count_workers(config, device), device))
+    return None
 
 
 def too_few(config: Config, workers: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -36,7 +36,8 @@ class Obituary:
 
 
 class ChildProcess(Protocol):
-    """The process of a worker, on this machine or another. No method takes long, whatever the process does."""
+    """The process of a worker, on this machine or another. No method takes long, whatever the process does. Waiting for many processes,
+    one after the other, would: their launcher does that for all at once."""
 
     @property
     def pid(self) -> int: ...
@@ -48,9 +49,6 @@ class ChildProcess(Protocol):
     def kill(self) -> None:
         """End the process with everything that it has started."""
 
-    def wait(self, seconds: float) -> None:
-        """Wait until it has ended, but not longer than this."""
-
     def ended(self) -> bool: ...
 
     def is_active(self) -> bool:
@@ -58,11 +56,6 @@ class ChildProcess(Protocol):
 
     def obituary(self) -> Obituary:
         """Called when its connection has ended. Ends what is left of it."""
-
-    def ask_for_stacks(self) -> bool:
-        """Whether `read_stacks` will have them. Only for a process that has greeted: a signal ends one that still starts."""
-
-    def read_stacks(self, deadline: float) -> str: ...
 
     def close(self) -> None:
         """Forget a process that has ended."""
@@ -129,6 +122,7 @@ class Child:
         return "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES:])
 
     def ask_for_stacks(self) -> bool:
+        """Whether `read_stacks` will have them. Only for a process that has greeted: a signal ends one that still starts."""
         if self.ended():
             return False
         os.ftruncate(self.stacks.fileno(), 0)
@@ -150,6 +144,20 @@ class Child:
     def close(self) -> None:
         self.output.close()
         self.stacks.close()
+
+
+def wait_for_ends(children: Iterable[Child], seconds: float) -> None:
+    """Wait until all have ended, but not longer than this."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def stacks_of(children: Mapping[int, Child], seconds: float) -> dict[int, str]:
+    """What each of these has written about its stacks within this time. They write at the same time."""
+    asked = {key: child for key, child in children.items() if child.ask_for_stacks()}
+    deadline = time.monotonic() + seconds
+    return {key: child.read_stacks(deadline) for key, child in asked.items()}
 
 
 def start_child(rank: int, environment: Mapping[str, str], connection: socket.socket, folder: str | None = None) -> Child:

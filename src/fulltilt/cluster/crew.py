@@ -30,6 +30,7 @@ from fulltilt.cluster.worker import (
     BETWEEN_STEPS,
     Annotated,
     Metrics,
+    Replica,
     StopSampling,
     SyncReport,
     UpdateSums,
@@ -59,10 +60,11 @@ Report = Callable[[int, int], None]  # how many micro-batches of a pass, or opti
 class AnnotatedRows:
     rows: list[Any]  # Row, or RowHead where workers hold the rows
     pad_tokens: int  # computed beside the rows' own tokens
+    seconds: list[float]  # that each worker took for its passes; of workers that compute together, the first
 
 
-# Micro-batches, a role's numbers for each unless workers hold the rows, and how many pad tokens were computed.
-Passes = tuple[list[list[int]], list[np.ndarray], int]
+# Micro-batches, a role's numbers for each unless workers hold the rows, how many pad tokens were computed, and the seconds of each worker.
+Passes = tuple[list[list[int]], list[np.ndarray], int, list[float]]
 Outcome = TypeVar("Outcome")
 Dealt = TypeVar("Dealt")
 
@@ -100,6 +102,9 @@ class Crew:
         self._workers = {role: [rank for rank, each in enumerate(facts) if role in each.sizes] for own in facts for role in own.sizes}
         actors = self._ranks_of("actor")
         # Workers with the same roles, the actor's first.
+        self.probed = facts[actors[0]].probed
+        for role, own in self._workers.items():
+            require_same_models(role, {rank: facts[rank].loaded[role] for rank in own if role in facts[rank].loaded})
         self._groups = list({ranks[0]: ranks for ranks in self._workers.values()}.values())
         firsts = [facts[ranks[0]] for ranks in self._groups]
         self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
@@ -205,7 +210,7 @@ class Crew:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
         of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first. Workers that
         sample together get the same prompts; the first of them asks. Where the caller stops early, they stop together."""
-        size, numbered = len(self._ranks_of("actor")) // self._samplers, list(enumerate(prompts))
+        size, numbered = self.sampling_groups, list(enumerate(prompts))
         seats = size * max(1, self.budgets.now.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
         longest = max((len(prompt.ids) for _, prompt in queue), default=0)
@@ -216,7 +221,7 @@ class Crew:
         groups = {ranks[first]: ranks[first : first + self._samplers] for first in range(0, len(ranks), self._samplers)}
         try:
             for rank, item in call.items():
-                if rank not in groups:  # it says that it is at work
+                if item is None or rank not in groups:  # it says that it is at work
                     continue
                 if isinstance(item, FreeSeats):
                     more = dict(queue.popleft() for _ in range(min(item.groups, len(queue))))
@@ -230,20 +235,24 @@ class Crew:
             for member in ranks if self._samplers > 1 else ():  # one that has answered is told nothing
                 call.tell(member, StopSampling())
         found: dict[int, RolloutLimits] = {rank: each for rank, each in enumerate(call.results()) if each is not None}
-        if self.budgets.lower_rollout(found):  # on all engines, as in a run that resumes
+        if self.budgets.lower_rollout(found, self._samplers):  # on all engines, as in a run that resumes
             self._limit_rollout()
 
     def rollout_stats(self) -> EngineStats:
-        """The engines' statistics of the last `generate`."""
-        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")[:: self._samplers]
-        return reduce(EngineStats.beside, found)
+        """The engines' statistics of the last `generate`, together."""
+        return reduce(EngineStats.beside, self.stats_of_engines())
+
+    def stats_of_engines(self) -> list[EngineStats]:
+        """The statistics of each engine of the last `generate`."""
+        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")
+        return found[:: self._samplers]
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engines describe their progress after every `interval` seconds of generating, in one line for all."""
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
-            self._progress = JointProgress(len(self._ranks_of("actor")) // self._samplers, say)
+            self._progress = JointProgress(self.sampling_groups, say)
             self._each("actor", "send_progress", interval, what="set-up")
 
     def most_tokens(self, role: str) -> int:
@@ -253,6 +262,15 @@ class Crew:
     def most_experts(self) -> int:
         """The most experts of a layer that an engine reads on a worker, whole or in part."""
         return max(self._each("actor", "most_experts", what="a measurement"))
+
+    def most_key_heads(self) -> int:
+        """The most key heads that an engine caches for a layer on a worker."""
+        return max(self._each("actor", "most_key_heads", what="a measurement"))
+
+    @property
+    def sampling_groups(self) -> int:
+        """How many groups of workers that sample together there are; a worker that samples alone is one."""
+        return len(self._ranks_of("actor")) // self._samplers
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
@@ -274,18 +292,18 @@ class Crew:
         """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
 
         def annotated(passes: Passes, rows: Sequence[AnyRow]) -> AnnotatedRows:
-            plan, found, pads = passes
+            plan, found, pads, seconds = passes
             if here := rows_here(rows):
-                return AnnotatedRows(scatter(here, plan, found, field), pads)
+                return AnnotatedRows(scatter(here, plan, found, field), pads, seconds)
             if rows:
                 self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
-            return AnnotatedRows(list(rows), pads)
+            return AnnotatedRows(list(rows), pads, seconds)
 
         return self._start_passes(role, rows, field, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        _, found, _ = self._start_passes("actor", rows, "logprobs", lambda passes, rows: passes).finish(rows, lambda done, total: None)
+        _, found, *_ = self._start_passes("actor", rows, "logprobs", lambda passes, rows: passes).finish(rows, lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
     def _start_passes(
@@ -309,17 +327,19 @@ class Crew:
             return self._start(role, "annotate", args, what=f"a pass of the {role}", together=waits)
 
         def finish(work: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
+            seconds = [0.0] * size
             for failures in itertools.count(1):
                 for done, _ in enumerate((item for rank, item in work.call.items() if item and rank in telling), start=1):
                     report(done, len(plan))
                 of_all: list[Annotated] = self._results(role, work.call)
                 results, failed = of_all[:: self._sharing[role]], failed_of(self._ranks_of(role), of_all)
+                seconds = [before + each.seconds for before, each in zip(seconds, results, strict=True)]
                 if not failed:
                     break
                 self.budgets.lower(passes_of_role, lengths, plan, failed, failures)
                 work.repeat()
             found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
-            return use((plan, found, sum(each.pad_tokens for each in results)), rows)
+            return use((plan, found, sum(each.pad_tokens for each in results), seconds), rows)
 
         return StartedWork(begin, finish)
 
@@ -490,6 +510,10 @@ class Crew:
         raise_first(found, OSError)
         return {name: digest for digests in found for name, digest in digests.items()}
 
+    def keep_output(self, folder: Path) -> None:
+        """Have workers in other processes append what they write to a file each in this folder."""
+        self.hosts.keep_output(folder)
+
     def hurry(self) -> str:
         """The run is to stop: have workers that are stuck given up soon. Returns what the stop waits for, in words, if anything."""
         self.hosts.hurry()
@@ -503,16 +527,31 @@ class Crew:
 
 def require_same(checksums: Sequence[str | None], version: int) -> None:
     """Refuse weights that are not the same on all workers."""
-    (usual, count), *others = Counter(checksums).most_common()
+    if differing := who_differs(dict(enumerate(checksums))):
+        raise UserError(
+            f"the weights of {differing} after step {version}, though every worker must have the same: the memory of a device may be "
+            "faulty, or other code has changed a model. Resume from the last checkpoint, and leave out the device if this happens again"
+        )
+
+
+def require_same_models(role: str, replicas: Mapping[int, Replica]) -> None:
+    """Refuse to begin where workers have loaded different parameters. `replicas`: of the workers that have the role, by their ranks."""
+    for part in {each.part for each in replicas.values()}:
+        if differing := who_differs({rank: each.checksum for rank, each in replicas.items() if each.part == part}):
+            raise UserError(
+                f"the {role}'s parameters on {differing} after loading, though every worker must have the same: a machine may have "
+                "other or damaged files of the model. Compare the files on all machines, and copy or download them again"
+            )
+
+
+def who_differs(checksums: Mapping[int, str | None]) -> str:
+    """The workers whose checksum is not that of most; empty where all have the same. `checksums`: by rank."""
+    (usual, count), *others = Counter(checksums.values()).most_common()
     if not others:
-        return
-    odd = [rank for rank, each in enumerate(checksums) if each != usual] if count > 1 else range(len(checksums))
+        return ""
+    odd = [rank for rank, each in checksums.items() if each != usual] if count > 1 else list(checksums)
     who = ("worker " if len(odd) == 1 else "workers ") + joined([str(rank) for rank in odd], "and")
-    compared = f"differ from those of the other {many(count, 'worker')}" if count > 1 else "differ"
-    raise UserError(
-        f"the weights of {who} {compared} after step {version}, though every worker must have the same: the memory of a device may be "
-        "faulty, or other code has changed a model. Resume from the last checkpoint, and leave out the device if this happens again"
-    )
+    return f"{who} differ from those of the other {many(count, 'worker')}" if count > 1 else f"{who} differ"
 
 
 def raise_first(found: Sequence[Any], kind: type[Exception]) -> None:

@@ -7,8 +7,11 @@ Its value is a list, separated by commas, of `ROLE.WHERE:NUMBER`, or `ROLE.WHERE
     backward    the same passes: when half of the gradients have been accumulated; where parameters are shared out, half of the layers'
     optimizer   optimizer steps: once gradients are summed over all workers, before the first parameter changes
     passes      passes without a gradient, in the same place
-    prefill     the engine's prefill passes (the role is the actor)
+    collectives exchanges between workers inside passes, with and without a gradient and in rollouts: before they begin
+    cache       the engine's calls for a KV cache, one in each rollout (the role is the actor, as below)
+    prefill     the engine's prefill passes: in the model's last layer
     decode      the engine's decoding passes, of several steps each
+    steps       the steps of these, where no CUDA graph holds them: in the model's last layer
 
 Example: FULLTILT_OUT_OF_MEMORY="actor.backward:3,critic.forward:1-3@1"
 """
@@ -120,12 +123,28 @@ def in_passes(worker: Worker, role: str, due: Callable[[], bool]) -> None:
     before(worker.roles[role], "part_of", lambda: not torch.is_grad_enabled() and due(), lambda: fail_in(layers[-1]))
 
 
+def in_collectives(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    before(worker.ranks.progress, "collective", due)
+
+
+def in_cache(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    before(worker.engine.runner, "acquire", due)  # type: ignore[union-attr]
+
+
 def in_prefill(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    before(worker.engine.runner, "run", due)  # type: ignore[union-attr]
+    runner: Any = worker.engine.runner  # type: ignore[union-attr]
+    before(runner, "run", due, lambda: fail_in(layers_of(runner.model)[-1]))
 
 
 def in_decode(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    before(worker.engine.decoder, "_take" if worker.account.device.type == "cpu" else "launch", due)  # type: ignore[union-attr]
+    on_cpu = worker.account.device.type == "cpu"  # where steps run when their results are asked for
+    method = "launch" if not on_cpu else "_take" if worker.sampling.size == 1 else "start"
+    before(worker.engine.decoder, method, due)  # type: ignore[union-attr]
+
+
+def in_steps(worker: Worker, role: str, due: Callable[[], bool]) -> None:
+    decoder: Any = worker.engine.decoder  # type: ignore[union-attr]
+    before(decoder, "_advance", due, lambda: fail_in(layers_of(decoder.model)[-1]))
 
 
 PLACES: dict[str, Callable[[Worker, str, Callable[[], bool]], None]] = {
@@ -133,6 +152,9 @@ PLACES: dict[str, Callable[[Worker, str, Callable[[], bool]], None]] = {
     "backward": in_backward,
     "optimizer": in_optimizer,
     "passes": in_passes,
+    "collectives": in_collectives,
+    "cache": in_cache,
     "prefill": in_prefill,
     "decode": in_decode,
+    "steps": in_steps,
 }

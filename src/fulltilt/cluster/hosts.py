@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -50,6 +51,10 @@ class Hosts(Protocol):
         the worker. `together`: workers wait for one another inside the method, so that none may stop by itself: one that is to stop early
         is told so by a message, on which workers agree."""
 
+    def keep_output(self, folder: Path) -> None:
+        """Have the processes of workers append what they write to the files N.log of a folder, which is made in one that is there. A file
+        is up to date when a call has returned."""
+
     def hurry(self) -> None:
         """The user wants the run to stop: from now on a worker that is stuck is soon given up. Called in a signal handler."""
 
@@ -80,6 +85,11 @@ class WorkerCall(Protocol):
 
 class Inbox(Protocol):
     """Messages of the driver to a running method. Raises GeneratorExit once the call is cancelled, as closing a generator does."""
+
+    @property
+    def sign_s(self) -> float | None:
+        """After how many seconds at the latest a method should send something, so that the driver does not take it for stuck; None: the
+        driver runs in the same thread, and waits for no sign."""
 
     def poll(self) -> list[Any]:
         """All messages since the last time, without waiting."""

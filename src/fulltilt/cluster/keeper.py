@@ -1,19 +1,20 @@
 """What keeps the workers of one machine for a driver on another: an object there, whose methods the driver calls.
 
 Enters: questions about the machine, then the ranks of its workers and where the driver listens. Leaves: what the machine has, and a process
-for each rank that is connected with the driver. Guaranteed: no method takes long, and no worker outlives the process of its keeper. Knows
-neither torch, whose version is one of the questions, nor how the driver reaches it.
+for each rank that is connected with the driver. Guaranteed: no method takes long, however many workers there are, and no worker outlives
+the process of its keeper. Knows neither torch, whose version is one of the questions, nor how the driver reaches it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import struct
 import sys
-import time
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +22,27 @@ from importlib import metadata
 from pathlib import Path
 
 import fulltilt
-from fulltilt.cluster.child import Child, Obituary, start_child
+from fulltilt.cluster.child import Child, Obituary, stacks_of, start_child, wait_for_ends
 from fulltilt.folders import SAMPLES, content_digest
 from fulltilt.records import UserError
-from fulltilt.words import in_bytes
+from fulltilt.words import first_line, in_bytes
 
 CONNECT_S = 10.0
 GREETING = struct.Struct("<32sI")  # a secret that only workers of this run know, and the rank
 SHARED_MEMORY = Path("/dev/shm")
+# Those whose version decides what a run computes, where they are installed: models, adapters, kernels, rewards, and what reads their files.
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "triton", "liger-kernel", "math-verify")
 NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
 ENLARGE = "Enlarge it (docker run --shm-size=1g)"
-STACK_S = 0.5
+CONFIG = "config.json"
+SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class HubModel:
+    name: str
+    commit: str
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,9 @@ class Questions:
     """What every machine of a run must have."""
 
     folder: str  # in which the driver works: relative paths begin there
-    marker: str  # a file that the driver has written where the run's folder will be
+    marker: str  # a file that the driver has written where the run's folder will be; empty: there is none
     paths: tuple[str, ...]  # that the workers read
+    models: tuple[HubModel, ...] = ()  # the same, of the hub
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,9 @@ class MachineFacts:
     shared_memory: int  # free bytes; enough where there is no such file system
     has_folder: bool
     sees_marker: bool
+    writes_there: bool  # whether files can be written beside the marker
     contents: Mapping[str, Mapping[str, str] | None]  # for each path, names and digests of its files; None: there is no such path
+    without: Mapping[HubModel, str]  # models that workers here would not find, and why
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,25 @@ def facts_of_machine(questions: Questions) -> MachineFacts:
         devices=tuple(devices.split(",")) if devices else (),
         shared_memory=free_shared_memory(),
         has_folder=os.path.isdir(questions.folder),
-        sees_marker=os.path.exists(questions.marker),
+        sees_marker=not questions.marker or os.path.exists(questions.marker),
+        writes_there=not questions.marker or can_write(Path(questions.marker).parent),
         contents={path: contents(Path(place)) for path, place in within.items()},
+        without={model: why for model in questions.models if (why := why_not_found(model))},
     )
+
+
+def can_write(folder: Path) -> bool:
+    """By writing: the system's rights do not tell what a file system of another machine allows."""
+    try:
+        with tempfile.TemporaryFile(prefix=".fulltilt-written-", dir=folder) as file:
+            file.write(b"x")
+    except OSError:
+        return False
+    return True
+
+
+def may_share_devices() -> bool:
+    return os.environ.get(SHARE_DEVICES) == "1"
 
 
 def free_shared_memory() -> int:
@@ -98,9 +127,46 @@ def contents(path: Path) -> dict[str, str] | None:
     return {file.name: content_digest(file, SAMPLES) for file in files if file.is_file() and not file.name.startswith(".")}
 
 
+def why_not_found(model: HubModel) -> str:
+    """Why workers of this machine would find no weights of a hub's model, neither in the cache nor on the hub; empty where they will."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+
+    if has_weights(Path(constants.HF_HUB_CACHE, f"models--{model.name.replace('/', '--')}", "snapshots", model.commit)):
+        return ""
+    try:
+        address = hf_hub_url(model.name, CONFIG, revision=model.commit, endpoint=os.environ.get("HF_ENDPOINT") or None)
+        get_hf_file_metadata(address, timeout=CONNECT_S)
+    except RevisionNotFoundError:
+        return "the hub has no such commit"
+    except HfHubHTTPError as error:
+        # The hub answers: workers have a token for what it gives to some people only, and this process has not.
+        return "" if error.response.status_code < 500 else first_line(error)
+    except Exception as error:  # whatever the hub's client raises where there is no network, or where it may not use one
+        return first_line(error)
+    return ""
+
+
+def is_complete(index: Path) -> bool:
+    """Whether all files are there that an index of weights names."""
+    try:
+        return all((index.parent / name).exists() for name in set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model's folder has its configuration and all files of its weights."""
+    if not (folder / CONFIG).exists():
+        return False
+    if indexes := list(folder.glob("*.index.json")):  # perhaps one for each format, of which one is enough
+        return any(is_complete(index) for index in indexes)
+    return any(file.exists() for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}"))
+
+
 def versions() -> dict[str, str]:
     found = {"Python": ".".join(map(str, sys.version_info[:3])), "fulltilt": f"{fulltilt.__version__} ({digest_of_source()})"}
-    for package in ("torch", "transformers"):
+    for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
@@ -149,15 +215,14 @@ class WorkerKeeper:
     def kill(self, index: int) -> None:
         self._children[index].kill()
 
-    def wait(self, index: int, seconds: float) -> None:
-        self._children[index].wait(seconds)
+    def wait(self, seconds: float) -> None:
+        wait_for_ends(self._children, seconds)
 
     def obituary(self, index: int) -> Obituary:
         return self._children[index].obituary()
 
-    def stacks(self, index: int) -> str:
-        child = self._children[index]
-        return child.read_stacks(time.monotonic() + STACK_S) if child.ask_for_stacks() else ""
+    def stacks(self, indices: Sequence[int], seconds: float) -> dict[int, str]:
+        return stacks_of({index: self._children[index] for index in indices}, seconds)
 
 
 def interface_variables(ip: str) -> dict[str, str]:

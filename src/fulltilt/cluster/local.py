@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fulltilt.cluster.hosts import no_results, produced
@@ -27,6 +28,9 @@ class Local:
         assert own is not None
         return LocalCall(self.worker, method, own, what)
 
+    def keep_output(self, folder: Path) -> None:
+        """The worker's output is that of this process."""
+
     def hurry(self) -> None:
         """The signal has interrupted the worker already."""
 
@@ -36,6 +40,8 @@ class Local:
 
 class LocalInbox:
     """Messages of the driver, which cannot send one while the method runs: nothing is worth waiting for."""
+
+    sign_s = None
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,10 +22,18 @@ from transformers import PreTrainedModel
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster import faults
-from fulltilt.cluster.checks import TextFacts
+from fulltilt.cluster.checks import WAITS, TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
-from fulltilt.cluster.probing import Probe, probe_updates
+from fulltilt.cluster.probing import (
+    MOST_SECONDS,
+    Probe,
+    TimeLimit,
+    environment,
+    measured_if_possible,
+    probe_rollouts,
+    probe_updates,
+)
 from fulltilt.cluster.sharing import ExpertDivider, ModelDivider, ModelSharer, Placer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import (
@@ -39,21 +47,22 @@ from fulltilt.cluster.sizes import (
     parameter_sizes,
     role_facts,
 )
-from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
+from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Replica, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.arrays import local
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe.utilization import GpuUtilization
+from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.cuts import whole_experts_in_rollouts
 from fulltilt.parallel.experts import ExpertSplit
 from fulltilt.parallel.grid import ONE_WORKER, Grid
-from fulltilt.parallel.holdings import bucket_bytes
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.parts import ModelPart, RolloutCopy
@@ -66,6 +75,7 @@ from fulltilt.plan import (
     Division,
     Facts,
     RoleFacts,
+    RolePlan,
     RoleSettings,
     RoleSizes,
     budgets_by_costs,
@@ -73,14 +83,19 @@ from fulltilt.plan import (
     longest_response,
     longest_row,
     make_plan,
+    micro_batch_tokens,
     plan_roles,
+    size_key,
     unless_auto,
     update_budget,
     updates_per_step,
 )
+from fulltilt.records import NOTHING_PROBED, Probed, UpdateCosts, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.rollout.engine import Engine, EngineContext, make_engine
+from fulltilt.rollout.engine import Engine, EngineContext, EngineLimits, make_engine
+from fulltilt.rollout.members import Members
+from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, TrainConfig, shares_model, shares_parameters
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import Checkpoint
@@ -88,7 +103,7 @@ from fulltilt.training.optim import Optimizer, restore_parameters
 from fulltilt.training.parameters import Divided
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
-from fulltilt.words import in_bytes, many
+from fulltilt.words import in_bytes, joined, many
 
 NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # what a worker has that is alone
 
@@ -112,6 +127,8 @@ class WorkerOrder:
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
     writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
     probe: Probe | None = None  # finds what updates take on this device; None: nothing is measured
+    commits: Mapping[str, str] = field(default_factory=dict)  # by hub name of a model, what every worker reads
+    restarted: bool = False  # whether the run has just lost workers, in whose places these come
     only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
@@ -233,8 +250,10 @@ def place(
     sampling = grid.rollout if grid.tensor.size != grid.rollout.size or ("actor" in whole) != rollout_whole else None
     members, holders = {role: own.tensor for role, own in grids.items()}, {role: own.experts for role, own in grids.items() if own.replicas}
     cut = max(grid.rollout.size, *(own.size for own in members.values())) > 1
-    divider = ModelDivider(shared, members, sampling, whole, rollout_whole) if cut else None
-    experts = ExpertDivider(shared, holders, order.sampled, "actor" in of_shards) if holders else None
+    keys, of_experts = ({role: size_key(config, role, name) for role in grids} for name in ("tensor_parallel", "expert_parallel"))
+    keys |= {} if config.rollout.tensor_parallel == "auto" else {"rollout": "rollout.tensor_parallel"}
+    divider = ModelDivider(shared, members, sampling, whole, rollout_whole, keys) if cut else None
+    experts = ExpertDivider(shared, holders, order.sampled, "actor" in of_shards, of_experts) if holders else None
     learned_whole = grid.tensor.size == 1 and "actor" not in holders and "actor" not in of_shards
     return Placer(shared, learned_whole or (order.sampled and grid.rollout.size == 1), order.sampled, divider, experts, sharer)
 
@@ -288,7 +307,7 @@ def make_worker(
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
     must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
-    why they are, in words. `probe`: used where this worker is alone, and token budgets are neither kept nor given."""
+    why they are, in words. `probe`: used where passes need no other worker, on the first of the workers for all of them."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers, shared = grid.everyone, member_layers(models.layers, grid.rollout.size), shared or SharedModels()
@@ -298,28 +317,33 @@ def make_worker(
     planned = plan_roles(config, facts, kept)
     settings = planned.settings
     # Everything that holds memory comes before memory is measured.
+    learners, several = set(learners_of(roles)), ranks.size > 1
+    loaded = replicas(models, models.own.keys() - learners, grids, shared) if several else {}  # before some of them make room
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
     join_groups(made.roles, settings, ranks, grids, shared)
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     follow_and_sync(shared, models, made.trainers)
+    loaded |= replicas(models, models.own.keys() & learners, grids, shared) if several else {}  # as a checkpoint has restored them
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
-    if probe and ranks.alone and made.trainers and not kept and config.actor.token_budget == "auto":
-        budgets = {role: update_budget(config, device.type, role, planned.budgets) for role in made.trainers}
-        costs = probe_updates(probe, made.trainers, facts.roles, settings, budgets, longest_row(config, facts))
-        planned = budgets_by_costs(config, facts, planned, costs)
     for role in reversed(learners_of(roles)):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
+    waits = why_passes_wait(made.roles, shared)
+    probing = WorkerProbe(probe if made.trainers else None, config, facts, device, ranks, waits)
+    planned = probing.sized(planned, made.trainers, made.residents, keeps=bool(kept))
     made.residents.need(*ROLLOUT_ROLES[shared.twin is not None])
     plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept, planned)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
-    engine = None
+    engine, host_group = None, grid.rollout.on_host()
     if sampled:
         bounds = limits(config, plan.budgets, device, texts.longest, copied=shared.twin is not None or not roles)
-        context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds)
+        members = Members(host_group, device)
+        context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, layers, bounds, members)
         engine = make_engine(config.rollout.engine, context)
+        if grid.rollout.size == 1:
+            probing.measure_rollouts(engine, bounds, texts.longest)
     adapters = [describe_adapters(models.actor, shared.parts.get("actor"))] if config.lora.rank and "actor" in models.own else []
     return Worker(
         config=config,
@@ -333,14 +357,119 @@ def make_worker(
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*adapters, *notes, *shared.notes(config)),
+        notes=(*adapters, *notes, *shared.notes(config), *probing.notes),
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,
         sampling=grid.rollout,
-        host_group=grid.rollout.on_host(),
+        host_group=host_group,
         collect=shared.collect,
+        probed=probing.found,
+        loaded=loaded,
     )
+
+
+def replicas(models: Models, roles: Collection[str], grids: Mapping[str, Grid], shared: SharedModels) -> dict[str, Replica]:
+    """What other workers must have too, of these roles' models, whose parameters are on the device. Where all workers share a model's
+    parameters out, none has the same as another, and nothing is compared."""
+    found: dict[str, Replica] = {}
+    for role in sorted(roles):
+        model, grid, shards = models.own[role], grids[role], shared.shards.get(role)
+        part = (grid.tensor.rank, grid.experts.rank, shards.sharing.group.rank if shards else 0)
+        found[role] = Replica(part, checksum((local(own) for own in model.parameters() if local(own).numel()), 0))
+    return found
+
+
+class WorkerProbe:
+    """What a worker measures of its device while it is made, on the first of the workers for all of them."""
+
+    def __init__(
+        self, probe: Probe | None, config: Config, facts: Facts, device: torch.device, ranks: Ranks, waits: str | None = None
+    ) -> None:
+        """`probe`: None where nothing is to be measured. `waits`: why nothing can be."""
+        self.probe, self.config, self.facts, self.device, self.ranks = probe, config, facts, device, ranks
+        self.found, self.notes = NOTHING_PROBED, list[str]()
+        if probe and waits:
+            if config.run.probe is True and "actor" in facts.roles:
+                raise UserError(f"run.probe: true, but nothing can be measured: {waits}, and {WAITS}. Remove the key")
+            self.probe = None
+            self.notes += [f"probe: nothing of the {joined(learning(facts), 'and')} is measured: {waits}, and {WAITS}"]
+        self._where = environment(device, {"compile": config.train.compile, "deterministic": config.run.deterministic})
+        self._limits = {role: TimeLimit(MOST_SECONDS, clock=bool(probe and probe.clock)) for role in facts.roles}
+
+    def sized(self, planned: RolePlan, trainers: Mapping[str, Trainer], residents: Residents, *, keeps: bool) -> RolePlan:
+        """The plan with token budgets by what updates take, unless they are given, or kept from an earlier plan. `residents`: moves the
+        parameters of roles that wait, as in the run."""
+        if self.probe is None:
+            return planned
+        sizes = not keeps and self.config.actor.token_budget == "auto"
+        if self.ranks.rank == 0:
+            measure = partial(self._costs, self.probe, planned, trainers, residents.need)
+            costs, before = measured_if_possible(measure, dict[str, UpdateCosts](), self.notes), planned
+            self.found = Probed(updates=costs["actor"].passes if "actor" in costs else ())
+            planned = budgets_by_costs(self.config, self.facts, planned, costs) if sizes else planned
+            self.notes += self._where_memory_ran_out(costs, before, planned)
+        if sizes:  # all of them get those of the first, whose device was measured
+            first = planned.budgets if self.ranks.rank == 0 else {}
+            agreed = {role: self.ranks.most(first.get(role, 0), self.device) for role in trainers}
+            planned = replace(planned, budgets={**planned.budgets, **{role: count for role, count in agreed.items() if count}})
+        return planned
+
+    def _costs(
+        self, probe: Probe, planned: RolePlan, trainers: Mapping[str, Trainer], bring: Callable[[str], None]
+    ) -> dict[str, UpdateCosts]:
+        config, facts = self.config, self.facts
+        largest, longest = largest_micro_batches(config, facts, planned, trainers), longest_row(config, facts)
+        return probe_updates(probe, trainers, facts.roles, planned.settings, largest, longest, self._where, self._limits, bring, self.notes)
+
+    def _where_memory_ran_out(self, costs: Mapping[str, UpdateCosts], before: RolePlan, after: RolePlan) -> Iterator[str]:
+        for role, own in costs.items():
+            if own.ran_out_at is None:
+                continue
+            planned, now = (update_budget(self.config, self.facts.device, role, each.budgets) for each in (before, after))
+            then = f"token budget is {now} instead of {planned}"
+            if now == planned:
+                then = "micro-batches stay as they were planned, and the run makes them smaller where memory runs out in it too"
+            yield f"probe: memory ran out in an update of the {role} with {many(own.ran_out_at, 'token')}: its {then}"
+
+    def measure_rollouts(self, engine: Engine, bounds: EngineLimits, longest: int) -> None:
+        """Where updates were measured, on a GPU: the models of time, which are compared with it, know no CPU."""
+        if self.probe is None or not self.found.updates or self.device.type != "cuda" or "actor" not in self.facts.roles:
+            return
+        own, algorithm = self.config.rollout, self.config.algorithm
+        drawn = Sampling(algorithm.samples_per_prompt, own.max_new_tokens, own.temperature, own.top_p, own.top_k)
+        prompts = -(-algorithm.prompts_per_step // self.ranks.size)
+        limit, where = self._limits["actor"], (*self._where, own.engine)
+        measure = partial(
+            probe_rollouts, self.probe, engine, bounds, self.facts.actor, drawn, prompts, longest, where, self.device, limit,
+            self.notes,
+        )  # fmt: skip
+        self.found = replace(self.found, rollouts=tuple(measured_if_possible(measure, (), self.notes)))
+
+
+def largest_micro_batches(config: Config, facts: Facts, planned: RolePlan, roles: Collection[str]) -> dict[str, int]:
+    """By role, tokens of the largest micro-batch of an update that there may be."""
+    algorithm, longest = config.algorithm, longest_row(config, facts)
+    rows = -(-algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1) // algorithm.minibatches_per_step)
+    return {role: min(rows * longest, micro_batch_tokens(config, facts, role, planned.budgets, 1)) for role in roles}
+
+
+def why_passes_wait(roles: Mapping[str, Role], shared: SharedModels) -> str | None:
+    """Why a pass of some role waits for other workers, which must make it at the same time. None: no pass does."""
+    if shared.shards:
+        return "workers share out parameters (train.shard)"
+    for role, own in roles.items():
+        if own.tensor.size > 1:
+            return f"workers divide the layers of the {role} (tensor_parallel)"
+        if own.meets:
+            return f"workers divide the experts of the {role} (expert_parallel)"
+        if own.sequence.size > 1:
+            return f"workers share micro-batches of the {role} (sequence_parallel)"
+    return None
+
+
+def learning(facts: Facts) -> list[str]:
+    return [role for role, own in facts.roles.items() if own.trained]
 
 
 def facts_of_models(
@@ -360,9 +489,8 @@ def facts_of_models(
     facts = find_facts(device, of_roles, read, layers, models.fused, texts, grid=grid, sharding=sharding)
     copied = 0
     if shared.copied and shared.rollout is not None:
-        target, part = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None, shared.parts.get("actor")
+        target = shared.twin.target if isinstance(shared.twin, RolloutCopy) else None
         copied = sum(each.bytes for each in parameter_sizes(shared.rollout, part=target))
-        copied += bucket_bytes(of_roles["actor"].sizes, sharding, part.ranks.size if part else 1)
     return replace(facts, divisions=others, copy_bytes=copied)
 
 

@@ -1,86 +1,196 @@
-"""Micro-batches that are measured at the start of a run, for the plan.
+"""Micro-batches and rollouts that are measured at the start of a run, for the plan and for predictions.
 
-Enters: the trainer of a role, before anything has learned. Leaves: `UpdatePass` records, smallest first. Guaranteed: parameters, optimizer
-and random numbers stay as they are: micro-batches have weight 0, and their gradients are dropped; one that does not fit ends the
-measurement, without harm.
+Enters: the trainer of a role, or the engine, before anything has learned. Leaves: `UpdatePass` and `RolloutPass` records, smallest first.
+Where memory runs out, no larger micro-batch is tried, and no rollout counts as measured. Guaranteed: parameters, optimizer, random
+generators, statistics and limits stay as they are: gradients and samples are dropped, the algorithm's loss is never called, and the
+engine's memory is given back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch.autograd.graph import saved_tensors_hooks
 
-from fulltilt.blame import is_out_of_memory
+import fulltilt
+from fulltilt.cluster.sizes import free_bytes
+from fulltilt.hardware import processor
+from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
 from fulltilt.plan import RoleFacts, RoleSettings
-from fulltilt.records import MicroBatch, UpdateCosts, UpdatePass
+from fulltilt.records import MicroBatch, Prompt, RolloutPass, UpdateCosts, UpdatePass, UpdatePasses
+from fulltilt.rollout.engine import Engine, EngineLimits, RolloutLimits
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.stats import Recorder
 from fulltilt.training.roles import Policy
 from fulltilt.training.trainer import Trainer
+from fulltilt.words import first_line
 
-Probe = Callable[[str, Callable[[bool], Sequence[UpdatePass]]], UpdateCosts | None]  # `tune.probe.Prober`
-PARTS = (32, 16, 8, 4)  # measured micro-batches have the planned token budget divided by each of these
+# Measured micro-batches have the largest one's tokens divided by each of these, and are passed over so many times. On a GPU the small ones
+# measure the host, for which it waits, and the whole one the device.
+SIZES = {"cuda": {32: 9, 8: 5, 1: 3}, "cpu": {32: 2, 16: 2, 8: 2, 4: 2}}
+SHORT = 32  # part of the largest micro-batch that short samples have
 LEAST_TOKENS = 64
-REPEATS = 2  # the faster one counts
-MOST_SECONDS = 12.0  # after which no further micro-batch is begun: with the one in progress, less than 20
+REPEATS = 2  # rollouts, of which the faster one counts
+MOST_SECONDS = 15.0  # for the updates of a role, after a first pass that may compile; rollouts have what the actor's leave of it
+RESPONSES = (16, 80)  # tokens of each response in the measured rollouts: their difference is decode steps alone
+MOST_PROMPT_TOKENS = 32768  # that all prompts of a measured rollout have together
+
+Found = TypeVar("Found")
+
+
+class Probe(Protocol):
+    """Finds what was measured earlier, or has it measured: `tune.probe.Prober`. The keys are everything that the results depend on."""
+
+    @property
+    def clock(self) -> bool:
+        """Whether seconds are measured."""
+
+    def updates(self, key: str, measure: Callable[[], UpdatePasses], *, free_bytes: int, apart: bool) -> UpdateCosts | None: ...
+
+    def rollouts(self, key: str, measure: Callable[[], Sequence[RolloutPass]]) -> Sequence[RolloutPass]: ...
+
+
+class TimeLimit:
+    """Seconds that measurements may take, of which those inside `counted` are used up. Without a clock: as many as they take."""
+
+    def __init__(self, seconds: float, *, clock: bool) -> None:
+        self._left = seconds if clock else math.inf
+
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Whether there is time for something that takes so long."""
+        return seconds < self._left
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        if math.isinf(self._left):
+            yield
+            return
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._left -= time.perf_counter() - begin
+
+
+def environment(device: torch.device, config_keys: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What all measurements depend on, besides the model."""
+    host = f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    versions = (fulltilt.__version__, torch.__version__, transformers.__version__)
+    return (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", host, versions, dict(config_keys))
+
+
+def may_run_out() -> MemoryTrial:
+    """A measurement that memory may run out in: it is dropped, and need not be repeated."""
+    return MemoryTrial(lambda: True)
+
+
+@contextlib.contextmanager
+def leaving_no_trace(device: torch.device) -> Iterator[None]:
+    """Free what measurements leave in the allocator, however they end: pieces of their sizes would lie in the way of the KV cache."""
+    try:
+        yield
+    finally:
+        free_unused(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def measured_if_possible(measure: Callable[[], Found], nothing: Found, notes: list[str]) -> Found:
+    """What is measured. A run needs no probe: whatever keeps it from measuring is told, and the run goes on with what was planned."""
+    try:
+        return measure()
+    except Exception as error:
+        notes.append(f"the probe has measured nothing: {first_line(error)}")
+        return nothing
+
+
+# ---- updates -----------------------------------------------------------------------------------------------------------------------------
 
 
 def probe_updates(
     probe: Probe, trainers: Mapping[str, Trainer], facts: Mapping[str, RoleFacts], settings: Mapping[str, RoleSettings],
-    budgets: Mapping[str, int], longest: int,
+    largest: Mapping[str, int], longest: int, where: tuple[Any, ...], limits: Mapping[str, TimeLimit], bring: Callable[[str], None],
+    notes: list[str],
 ) -> dict[str, UpdateCosts]:  # fmt: skip
-    """The costs of each role's updates. `budgets`: tokens of a micro-batch, as planned without a measurement. `longest`: tokens of the
-    longest sample."""
-    found = {}
+    """The costs of each role's updates. `largest`: tokens of its largest micro-batch, as planned without a measurement. `longest`: tokens
+    of the longest sample. `where`: the `environment`. `limits`: one for each role, so that a slow one leaves time to the next. `bring`: has
+    a role on the device and no other that may leave it, as in its update. `notes`: get what was not measured, and why."""
+    found, free = {}, min(free_bytes(own.role.device) for own in trainers.values())
     for role, trainer in trainers.items():
 
-        def measure(clock: bool, trainer: Trainer = trainer, role: str = role) -> list[UpdatePass]:
-            return list(measure_updates(trainer, budgets[role], longest, facts[role].shape.vocabulary, clock=clock))
+        def measure(trainer: Trainer = trainer, role: str = role) -> UpdatePasses:
+            bring(role)
+            with leaving_no_trace(trainer.role.device):
+                found = measure_updates(trainer, largest[role], longest, facts[role].shape.vocabulary, limits[role], clock=probe.clock)
+            if not found.complete:
+                why = f"{MOST_SECONDS:.0f} seconds were too few for all sizes of its micro-batches"
+                notes.append(f"probe: updates of the {role} count as not measured, and its token budget stays: {why}")
+            return replace(found, free_bytes=free)
 
-        costs = probe(about(trainer, facts[role], settings[role], budgets[role], longest), measure)
+        own = facts[role]
+        sizes = (own.shape, own.parameter_bytes, own.trained, own.itemsize, own.fused, own.vocabulary_head)
+        entropy = trainer.role.learning_entropy if isinstance(trainer.role, Policy) else ""
+        key = repr((where, sizes, asdict(settings[role]), entropy, largest[role], longest))
+        costs = probe.updates(key, measure, free_bytes=free, apart=trainer.role.device.type == "cuda")
         if costs is not None:
             found[role] = costs
     return found
 
 
-def about(trainer: Trainer, facts: RoleFacts, settings: RoleSettings, budget: int, longest: int) -> str:
-    """Everything that the costs of an update depend on."""
-    device = trainer.role.device
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    sizes = (facts.shape, facts.parameter_bytes, facts.trained, facts.itemsize, facts.fused, facts.vocabulary_head)
-    entropy = trainer.role.learning_entropy if isinstance(trainer.role, Policy) else ""
-    return repr((where, torch.__version__, sizes, asdict(settings), entropy, budget, longest))
+@dataclass(frozen=True)
+class MeasuredSize:
+    """The size of a measured micro-batch."""
+
+    tokens: int
+    length: int  # tokens of each of its samples
+    passes: int  # over it, whose median counts
+
+    def micro_batch(self, vocabulary: int) -> MicroBatch:
+        return micro_batch(self.tokens, max(2, min(self.length, self.tokens)), vocabulary)
 
 
-def measure_updates(trainer: Trainer, budget: int, longest: int, vocabulary: int, *, clock: bool) -> Iterator[UpdatePass]:
-    """Passes over micro-batches of a few sizes, of samples as long as there may be and of short ones."""
-    begin = time.perf_counter() if clock else 0.0
-    lengths = sorted({max(2, min(longest, budget // part)) for part in (PARTS[0], PARTS[-1])})
-    sizes = sorted({max(LEAST_TOKENS, budget // part) for part in PARTS})
+def measure_updates(trainer: Trainer, largest: int, longest: int, vocabulary: int, limit: TimeLimit, *, clock: bool) -> UpdatePasses:
+    """Passes over micro-batches of a few sizes: of samples as long as there may be, and of short ones. They end where memory runs out:
+    how much the smaller ones take, and that this one does not fit, is just what the plan has to know."""
+    kind = trainer.role.device.type
+    sizes = [MeasuredSize(max(LEAST_TOKENS, largest // part), longest, passes) for part, passes in SIZES[kind].items()]
+    short = max(2, min(longest, largest // SHORT))
+    sizes += [replace(own, length=short) for own in (sizes if kind == "cpu" else sizes[-1:])]
+    passes: list[UpdatePass] = []
     trainer.optimizer.prepare()
     try:
-        one_pass(trainer, micro_batch(sizes[0], lengths[0], vocabulary), clock=False)  # compiles and takes workspaces
-        for tokens in sizes:
-            for length in lengths:
-                micro = micro_batch(tokens, min(length, tokens), vocabulary)
-                passes = [one_pass(trainer, micro, clock=clock) for _ in range(REPEATS if clock else 1)]
-                yield min(passes, key=lambda own: own.seconds or 0.0)
-                if clock and time.perf_counter() - begin > MOST_SECONDS:
-                    return
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+        with may_run_out() as trial:
+            one_pass(trainer, sizes[0].micro_batch(vocabulary))  # compiles and takes workspaces
+        if trial.failure is not None:
+            return UpdatePasses((), ran_out_at=len(sizes[0].micro_batch(vocabulary).ids))
+        token_s = 0.0
+        for size in sorted(set(sizes), key=lambda own: own.tokens):
+            if not limit.allows(token_s * size.tokens * size.passes):
+                return UpdatePasses(tuple(passes), complete=False)
+            with limit.counted(), may_run_out() as trial:
+                passes.append(measure_size(trainer, size, vocabulary, clock=clock))
+            if trial.failure is not None:
+                return UpdatePasses(tuple(passes), ran_out_at=len(size.micro_batch(vocabulary).ids))
+            token_s = (passes[-1].seconds or 0.0) / passes[-1].tokens  # at most, for the next larger size
+        return UpdatePasses(tuple(passes))
     finally:
         trainer.optimizer.zero_grad()
-        if trainer.role.device.type == "cuda":
-            torch.cuda.empty_cache()  # pieces of these sizes would lie in the way of the KV cache
 
 
 def micro_batch(tokens: int, length: int, vocabulary: int) -> MicroBatch:
-    """Samples of so many tokens, of which all but the first are trained on, with weight 0."""
+    """Samples of so many tokens, of which all but the first are trained on. The weights are such that gradients are like those of a step: a
+    GPU multiplies zeros faster."""
     count = max(1, tokens // length)
     positions = np.tile(np.arange(length), count)
     trained = np.flatnonzero(positions)
@@ -91,43 +201,65 @@ def micro_batch(tokens: int, length: int, vocabulary: int) -> MicroBatch:
         rows=tuple(range(count)),
         trained=trained,
         trained_row=trained // length,
-        weights=np.zeros(len(trained)),
+        weights=np.random.default_rng(0).standard_normal(len(trained)) / len(trained),
         fresh=np.ones(len(trained), bool),
     )
 
 
-def one_pass(trainer: Trainer, micro: MicroBatch, *, clock: bool) -> UpdatePass:
-    device, kept = trainer.role.device, KeptBytes(trainer.role.model.parameters())  # type: ignore[attr-defined]
-    on_cuda = device.type == "cuda"
-    before = 0
-    if on_cuda:
+def measure_size(trainer: Trainer, size: MeasuredSize, vocabulary: int, *, clock: bool) -> UpdatePass:
+    device, micro = trainer.role.device, size.micro_batch(vocabulary)
+    taken, seconds = 0, None
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    begin = time.perf_counter() if clock else 0.0
-    if on_cuda:
-        run(trainer, micro)
-        torch.cuda.synchronize(device)
     else:
+        kept = KeptBytes(trainer.role.model.parameters())  # type: ignore[attr-defined]
         with saved_tensors_hooks(kept.put, kept.take):
-            run(trainer, micro)
-    seconds = time.perf_counter() - begin if clock else None
-    taken = kept.count
-    if on_cuda:
+            one_pass(trainer, micro)
+        taken = kept.count
+    if clock or device.type == "cuda":
+        with collection_off():  # a run's objects are frozen once it begins
+            times = [seconds_of_pass(trainer, micro, clock=clock) for _ in range(size.passes)]
+            seconds = median(times) if clock else None  # what holds the host up in one of them is no cost of a pass
+    if device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(device) - max(before, torch.cuda.memory_allocated(device))
     lengths = np.diff(micro.cu_seqlens).astype(np.int64)
     return UpdatePass(len(micro.ids), int((lengths**2).sum()), taken, seconds)
 
 
-def run(trainer: Trainer, micro: MicroBatch) -> None:
-    """Forward and backward through the whole model, with the head of an update, for a gradient of zero."""
-    role = trainer.role
+def seconds_of_pass(trainer: Trainer, micro: MicroBatch, *, clock: bool) -> float:
+    begin = time.perf_counter() if clock else 0.0
+    one_pass(trainer, micro)
+    return time.perf_counter() - begin if clock else 0.0
+
+
+@contextlib.contextmanager
+def collection_off() -> Iterator[None]:
+    """Keep Python from looking for garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def one_pass(trainer: Trainer, micro: MicroBatch) -> None:
+    """Forward and backward through the whole model, with the head of an update. The algorithm's loss, which may be the user's own and keep
+    what it sees, is little beside them."""
+    role, device = trainer.role, trainer.role.device
+    weights = torch.from_numpy(micro.weights).to(device)
     if isinstance(role, Policy):
         logprobs, entropy = role.run(micro, role.learning_entropy)
-        loss = 0 * logprobs.sum() + (0 * entropy.sum() if entropy is not None else 0)
+        learned = (logprobs * weights).sum()
+        learned = learned + entropy.mean() if entropy is not None and entropy.requires_grad else learned
     else:
-        loss = 0 * role.run(micro).sum()  # type: ignore[attr-defined]
-    loss.backward()
+        learned = (role.run(micro) * weights).sum()  # type: ignore[attr-defined]
+    learned.backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class KeptBytes:
@@ -147,3 +279,80 @@ class KeptBytes:
     @staticmethod
     def take(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+
+# ---- rollouts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def probe_rollouts(
+    probe: Probe, engine: Engine, limits: EngineLimits, facts: RoleFacts, sampling: Sampling, prompts: int, longest: int,
+    where: tuple[Any, ...], device: torch.device, limit: TimeLimit, notes: list[str],
+) -> Sequence[RolloutPass]:  # fmt: skip
+    """Short rollouts of an engine. `prompts`: those that it gets in a step; `longest`: tokens of the longest. The measured prompts are
+    longer, if that does not take long, so that as much is in the cache as in the middle of a response. None where that does not fit.
+    `notes`: get why nothing counts as measured."""
+    asked = measured_prompts(limits, facts.shape.vocabulary, sampling, prompts, longest)
+    if not asked:
+        return ()
+    sampling = replace(sampling, samples=max(1, min(sampling.samples, limits.max_seqs // len(asked))), stop=())
+
+    def measure() -> list[RolloutPass]:
+        random, found = RandomState.of(device), list[RolloutPass]()
+        try:
+            with leaving_no_trace(device), may_run_out() as trial:
+                found += measure_rollouts(engine, asked, sampling, device, limit)
+        finally:
+            random.restore(device)
+            lowered = engine.take_limits()  # what it has reported of itself was no rollout of the run
+            engine.limit(RolloutLimits(limits.blocks, limits.max_seqs, limits.max_batched_tokens))
+            engine.release()
+            engine.recorder = Recorder()
+        # An engine goes on by itself after memory has run out, with fewer samples at once, which take longer than those of the run.
+        failures = [trial.failure] if trial.failure is not None else list(lowered.failures) if lowered else []
+        if failures:
+            notes.append(f"probe: rollouts count as not measured, for memory ran out in one: {failures[0]}")
+        elif len(found) < len(RESPONSES):
+            notes.append(f"probe: rollouts count as not measured: {MOST_SECONDS:.0f} seconds were too few for the actor's updates and them")
+        return found if not failures and len(found) == len(RESPONSES) else []
+
+    # Not by the number of blocks: it follows what is free, and so what has been measured before.
+    own = replace(limits, blocks=0)
+    sizes = (facts.shape, facts.parameter_bytes, facts.itemsize, facts.fused, asdict(own))
+    return probe.rollouts(repr((where, sizes, sampling, len(asked), len(asked[0].ids))), measure)
+
+
+def measured_prompts(limits: EngineLimits, vocabulary: int, sampling: Sampling, prompts: int, longest: int) -> list[Prompt]:
+    """As many as run at once, or as the KV cache holds, and as long as a run's samples may be when some of them is drawn."""
+    count = max(1, min(prompts, limits.max_seqs // sampling.samples))
+    wanted = min(longest + sampling.max_new_tokens // 4, MOST_PROMPT_TOKENS // count, limits.max_batched_tokens)
+    tokens = min(wanted, (limits.longest or longest + sampling.max_new_tokens) - RESPONSES[-1])
+    if tokens < 1:
+        return []
+    of_sample = -(-(tokens + RESPONSES[-1]) // limits.block_tokens) + 1
+    count = min(count, limits.blocks // (of_sample * max(1, min(sampling.samples, limits.max_seqs))))
+    return [Prompt(place, (np.arange(tokens) + place) * 7919 % vocabulary, "") for place in range(count)]
+
+
+def measure_rollouts(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, device: torch.device, limit: TimeLimit
+) -> Iterator[RolloutPass]:
+    @limit.counted()
+    def run(tokens: int) -> RolloutPass:
+        lengths = {(prompt.uid, index): tokens for prompt in prompts for index in range(sampling.samples)}
+        begin = time.perf_counter()
+        for _ in engine.generate(prompts, replace(sampling, max_new_tokens=tokens), 0, lengths):
+            pass
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+        return RolloutPass(len(prompts), sampling.samples, len(prompts[0].ids), tokens, engine.stats().decode_seconds, seconds)
+
+    if not limit.allows():
+        return
+    latest = run(RESPONSES[0])  # compiles and captures
+    for tokens in RESPONSES:
+        expected = latest.seconds + latest.decode_seconds * (tokens / latest.response_tokens - 1)  # at most: nothing compiles any more
+        if not limit.allows(REPEATS * expected):
+            return
+        latest = min((run(tokens) for _ in range(REPEATS)), key=lambda own: own.seconds)
+        yield latest

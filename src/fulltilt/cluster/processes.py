@@ -4,9 +4,9 @@ Enters: orders, from each of which a process makes its worker, and calls. Leaves
 
 - Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for
   `stall_s` seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up. Once the driver
-  has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for a disk. A worker that
-  is being made sends signs of progress (`serve`); one that meanwhile waits in a collective operation for another that makes progress is
-  not silent.
+  has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for a disk. A call
+  that has nothing to tell for long, such as one that loads or saves, sends signs of progress (`alive`). A worker that waits in a
+  collective operation for another that makes progress is not silent. Stacks, and the ends of processes, are waited for once for all.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
 - An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
@@ -19,37 +19,56 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import pickle
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from fulltilt.cluster.child import REAP_S, ChildProcess, start_child
+from fulltilt.cluster.child import REAP_S, Child, ChildProcess, stacks_of, start_child, wait_for_ends
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck, WorkerTraceback, no_results
 from fulltilt.cluster.serve import STALL_S
 from fulltilt.cluster.stacks import Whereabouts, frames_of_calls, report
-from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
-from fulltilt.records import UserError
+from fulltilt.cluster.wire import (
+    Cancel,
+    Connection,
+    Failure,
+    Hello,
+    Item,
+    KeepOutput,
+    Leave,
+    Result,
+    Start,
+    Tell,
+    Warned,
+    pack,
+    pickled_once,
+)
+from fulltilt.records import RunWarning, UserError
+from fulltilt.words import joined
 
 LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
 HURRY_S = 15.0  # seconds after Ctrl-C in which a worker may do nothing
 STACK_S = 1.0  # how long workers may take to write their stacks
+MOST_NAMED = 4  # workers of whom a warning is, by their numbers
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
-# Starts the workers of these ranks, with these variables besides those that their machines have.
-LaunchWorkers: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[WorkerPeer]]"
 
 
 def print_stall(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def warn_user(text: str) -> None:
+    warnings.warn(text, RunWarning, stacklevel=2)
 
 
 @dataclass(eq=False)
@@ -62,20 +81,51 @@ class WorkerPeer:
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
     label: str = ""  # the role of a worker that has no other
+    warned: SimpleQueue[str] = field(default_factory=SimpleQueue)  # what its warnings say that the user has not been shown
 
     @property
     def name(self) -> str:
         return f"worker {self.rank} ({', '.join(filter(None, [self.label, self.process.place]))})"
 
 
-def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
-    """Processes of this machine."""
-    for rank in ranks:
-        with contextlib.ExitStack() as on_failure:
-            ours, theirs = map(on_failure.enter_context, socket.socketpair())
-            child = start_child(rank, environment, theirs)
-            on_failure.pop_all()
-            yield WorkerPeer(rank, child, Connection(ours))
+@dataclass(frozen=True)
+class ShownStacks:
+    texts: Mapping[int, str]  # by rank, of those that have shown any
+    unreachable: Collection[int] = ()  # ranks of workers whose machine does not answer
+
+
+class Launcher(Protocol):
+    """What starts the processes of workers, and knows them all."""
+
+    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterable[WorkerPeer]:
+        """Start the workers of these ranks, with these variables besides those that their machines have."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all processes have ended, but not longer than this by much."""
+
+    def stacks(self, ranks: Sequence[int], seconds: float) -> ShownStacks:
+        """The stacks of these workers, which have greeted, as far as they come within this time."""
+
+
+class LauncherHere:
+    """Starts processes of this machine."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, Child] = {}
+
+    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
+        for rank in ranks:
+            with contextlib.ExitStack() as on_failure:
+                ours, theirs = map(on_failure.enter_context, socket.socketpair())
+                child = self._children[rank] = start_child(rank, environment, theirs)
+                on_failure.pop_all()
+                yield WorkerPeer(rank, child, Connection(ours))
+
+    def wait(self, seconds: float) -> None:
+        wait_for_ends(self._children.values(), seconds)
+
+    def stacks(self, ranks: Sequence[int], seconds: float) -> ShownStacks:
+        return ShownStacks(stacks_of({rank: self._children[rank] for rank in ranks}, seconds))
 
 
 class ProcessCall:
@@ -159,15 +209,18 @@ class Breakdown:
 
 class Processes:
     worker = None  # no worker is in this process
+    on_warning: Callable[[str], None] = staticmethod(warn_user)  # is given each warning of workers, once
+    _shown: frozenset[str] = frozenset()  # what the warnings say that it was given
 
     def __init__(
-        self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
-        launch: LaunchWorkers = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0,
-        deadline_s: float = 1800.0, kept: Any = None, labels: Sequence[str] = (),
+        self, orders: Sequence[Any], make: str, *, common: Sequence[Any] = (), what: str = "loading",
+        environment: Mapping[str, str] | None = None, launcher: Launcher | None = None, on_stall: Callable[[str], None] = print_stall,
+        stall_s: float = 45.0, deadline_s: float = 1800.0, kept: Any = None, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
-        tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on
-        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object. `labels`: what
+        """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order; if `common` is
+        given, the object that it has for this worker comes first, and one that many have in common is pickled once. What `make` yields
+        tells that it makes progress. `environment`: variables besides those of this process. `launcher` starts the processes: by
+        default, on this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object. `labels`: what
         messages call each worker, beside its number."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
@@ -177,11 +230,12 @@ class Processes:
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
         self._closing = False
+        self._launcher = launcher or LauncherHere()
         self._peers: list[WorkerPeer] = []
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
         try:
-            for peer in launch(range(self.size), {STALL_S: str(stall_s), **(environment or {})}):
+            for peer in self._launcher.launch(range(self.size), {STALL_S: str(stall_s), **(environment or {})}):
                 self._peers.append(peer)
                 peer.label = labels[peer.rank] if labels else ""
             for peer in self._peers:
@@ -190,7 +244,9 @@ class Processes:
                     thread.start()
                     self._threads.append(thread)
             # An order is read where the worker is made: what it names is imported then, which may take long.
-            self.start(make, [(pickle.dumps(order),) for order in orders], what=what).results()
+            once = pickled_once()
+            made_from = [tuple(map(once, each)) for each in zip(*filter(len, (common, orders)), strict=True)]
+            self.start(make, made_from, what=what).results()
         except BaseException:
             self.close()
             raise
@@ -252,6 +308,8 @@ class Processes:
             call.waited_s += time.monotonic() - began
             if call.waited_s >= interval_s:  # not at every message: of a thousand workers each would cost a look at all of them
                 self._look_at_all(call)
+        if all(all(each.answered) for each in [call, *list(self._calls.values())]):  # by then all have told what they all have to tell
+            self._show_warnings()
 
     def _look_at_all(self, call: ProcessCall) -> None:
         waited_s, call.waited_s = call.waited_s, 0.0
@@ -262,6 +320,10 @@ class Processes:
                     call.idle_s[rank] = 0.0 if self._peers[rank].process.is_active() else call.idle_s[rank] + waited_s
         self._look_for_deaths()
         self._look_for_silence(call)
+
+    def keep_output(self, folder: Path) -> None:
+        for peer in self._peers:
+            self.send(peer.rank, KeepOutput(str(folder.absolute() / f"{peer.rank}.log")))
 
     def hurry(self) -> None:
         self.hurried = True
@@ -279,21 +341,19 @@ class Processes:
     # -- the end ----------------------------------------------------------------------------------------------------------------------
 
     def _ask_to_leave(self) -> None:
-        deadline = time.monotonic() + LEAVE_S
         self.send_all(Leave())
-        for peer in self._peers:
-            peer.process.wait(max(0.0, deadline - time.monotonic()))
+        self._launcher.wait(LEAVE_S)
 
     def _clear_away(self) -> None:
         for peer in self._peers:
             peer.process.kill()
             peer.connection.shut()
             peer.outbox.put(None)
-        for peer in self._peers:
-            peer.process.wait(REAP_S)
+        self._launcher.wait(REAP_S)
+        deadline = time.monotonic() + REAP_S
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(REAP_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
         for peer in self._peers:
             peer.connection.close()
             peer.process.close()
@@ -339,6 +399,8 @@ class Processes:
                     self._calls.pop(number, None)
             case Failure():
                 self._break_down(self._breakdown_of(peer, message))
+            case Warned(text):
+                peer.warned.put(text)
             case Hello():
                 peer.greeted = True
 
@@ -373,6 +435,7 @@ class Processes:
         while all(each.of_collective for each in self._breakdowns) and time.monotonic() < deadline:
             time.sleep(0.01)
         found = next((each for each in self._breakdowns if not each.of_collective), self._breakdowns[0])
+        self._show_warnings()
         self.close()
         raise found.error.with_traceback(None)
 
@@ -381,6 +444,27 @@ class Processes:
         for peer in self._peers:
             if peer.process.ended():
                 peer.connection.shut()
+
+    # -- warnings -----------------------------------------------------------------------------------------------------------------------
+
+    def _show_warnings(self) -> None:
+        """Those that workers have told since the last time, with the names of these unless all have said the same."""
+        said: dict[str, list[int]] = {}
+        for peer in self._peers:
+            with contextlib.suppress(Empty):
+                while True:
+                    said.setdefault(peer.warned.get_nowait(), []).append(peer.rank)
+        for text, ranks in said.items():
+            if text not in self._shown:
+                self._shown |= {text}
+                self.on_warning(f"{self._whose(sorted({*ranks}))}{text}")
+
+    def _whose(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == self.size:
+            return ""
+        if len(ranks) > MOST_NAMED:
+            return f"{len(ranks)} of {self.size} workers: "
+        return f"{'worker' if len(ranks) == 1 else 'workers'} {joined([str(rank) for rank in ranks], 'and')}: "
 
     # -- silence ------------------------------------------------------------------------------------------------------------------------
 
@@ -394,7 +478,7 @@ class Processes:
         if len(in_collective) < len(pending):
             for rank in in_collective:  # another one is the cause
                 call.idle_s[rank] = 0.0
-                if call.makes and not any(call.silent_s[other] > self.stall_s for other in pending if other not in in_collective):
+                if not any(call.silent_s[other] > self.stall_s for other in pending if other not in in_collective):
                     call.silent_s[rank] = 0.0
         waiting = [rank for rank in pending if everyone[rank].waits_for_driver]
         if len(waiting) < len(pending):  # the driver will have messages for these when another worker has made progress
@@ -421,11 +505,11 @@ class Processes:
         return next((call.name for call in list(self._calls.values()) if not call.answered[rank]), None)
 
     def _whereabouts(self, call: ProcessCall) -> list[Whereabouts]:
-        asked = [peer.greeted and peer.process.ask_for_stacks() for peer in self._peers]
-        deadline = time.monotonic() + STACK_S
+        shown = self._launcher.stacks([peer.rank for peer in self._peers if peer.greeted], STACK_S)
         found = []
-        for peer, was_asked in zip(self._peers, asked, strict=True):
-            frames = frames_of_calls(peer.process.read_stacks(deadline)) if was_asked else ()
-            problem = "" if frames else "has shown no stack" if was_asked else "still starts"
+        for peer in self._peers:
+            frames = frames_of_calls(shown.texts.get(peer.rank, ""))
+            why = "is on a machine that does not answer" if peer.rank in shown.unreachable else "has shown no stack"
+            problem = "" if frames else why if peer.greeted else "still starts"
             found.append(Whereabouts(peer.name, self._current(peer.rank), frames, problem, call.called[peer.rank]))
         return found

@@ -24,8 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +35,36 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from fulltilt.cluster.address import current_cluster, find_cluster
 from fulltilt.cluster.child import Obituary
 from fulltilt.cluster.hosts import Place
 from fulltilt.cluster.keeper import (
     ENLARGE,
     GREETING,
     SHARED_MEMORY,
+    HubModel,
     MachineFacts,
     Questions,
     SignsOfLife,
     WorkerKeeper,
     facts_of_machine,
     free_shared_memory,
+    may_share_devices,
     wrong_shared_memory,
 )
-from fulltilt.cluster.processes import Processes, WorkerPeer
+from fulltilt.cluster.processes import Processes, ShownStacks, WorkerPeer
 from fulltilt.cluster.wire import Connection
 from fulltilt.memory.host import usable_cores
 from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes, joined, many
 
-ANSWER_S = 10.0  # how long a cluster may take to answer, and to find free machines
+ANSWER_S = 10.0  # how long a cluster may take to find free machines, and a worker to greet
+AGAIN_S = 120.0  # the same for a run that has lost workers: Ray frees what they had a moment later, and misses a machine after a minute
 START_S = 120.0  # how long the keepers may take to start, and their workers to connect
 LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
-CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
 NICENESS = "RAY_worker_niceness"  # set for a Ray that is started here: left alone it gives workers less of a busy machine than others get
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 # Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(
     r"(FULLTILT|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|(PY)?TORCH|NCCL|GLOO|OMP|MKL|CUBLAS|TRITON)_\w+|PYTHON(PATH|HASHSEED)"
@@ -86,24 +88,17 @@ class ClusterMembership:
             shutil.rmtree(self.files, ignore_errors=True)
 
 
-def join(address: str, nodes: int, workers: int) -> ClusterMembership:
+def join(address: str, nodes: int, workers: int, *, gpus: bool = False) -> ClusterMembership:
+    """`gpus`: whether each worker has one. Ray counts a core for it too, of which there may be fewer."""
     if ray.is_initialized():  # by the program that has called this one
         return ClusterMembership(own=False)
-    if "://" in address:
-        raise UserError(f"cluster.address: {address} is not HOST:PORT. Start the run on a machine of the cluster, with its address or auto")
-    found = address if address != "auto" else current_cluster()
-    if found:
-        check_answer(found)
+    if found := find_cluster(address, nodes):
         return start(f"Ray at {found}", address=found)
-    if nodes > 1:
-        raise UserError(
-            f"cluster.nodes: {nodes} machines, but no Ray cluster runs here. Run `ray start --head` on this machine, and `ray start "
-            "--address=HOST:6379` on the others, with this machine's name as HOST"
-        )
     if (free := free_shared_memory()) < OBJECT_STORE:
         raise UserError(f"{SHARED_MEMORY} has {in_bytes(free)} free, and Ray needs {in_bytes(OBJECT_STORE)}. {ENLARGE}")
     files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")  # whatever TMPDIR is: names of sockets must be short
-    own = {"num_cpus": max(usable_cores(), workers), "object_store_memory": OBJECT_STORE, "include_dashboard": False, "_temp_dir": files}
+    cores = max(usable_cores(), workers if gpus or may_share_devices() else 0)
+    own = {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False, "_temp_dir": files}
     try:
         return start("Ray", files, address="local", **own)
     except BaseException:
@@ -154,35 +149,6 @@ def keep_cluster(nodes: int, cores: int) -> None:
     cluster.shutdown()
 
 
-def current_cluster() -> str | None:
-    """The cluster that Ray itself would find from here. One that is gone may have left its address behind."""
-    if given := os.environ.get("RAY_ADDRESS"):
-        return given
-    with contextlib.suppress(OSError, UserError):
-        found = (Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp")) / CURRENT_CLUSTER).read_text().strip()
-        check_answer(found)
-        return found
-    return None
-
-
-def check_answer(address: str) -> None:
-    """Refuse an address at which no Ray cluster answers. Ray itself would end the program after a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"cluster.address: {address} is not HOST:PORT. Example: 10.0.0.1:6379, as `ray start --head` prints it; or auto")
-    try:
-        with socket.create_connection((host, int(port)), ANSWER_S) as connection:
-            connection.settimeout(ANSWER_S)
-            if "RAY_USE_TLS" in os.environ:
-                return
-            connection.sendall(HTTP2_PREFACE)
-            answer = connection.recv(9)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address: nothing answers at {address} ({error}). `ray status` shows the cluster of a machine") from error
-    if len(answer) < 4 or answer[3] != HTTP2_PREFACE[-6]:  # a server of Ray begins with its settings
-        raise UserError(f"cluster.address: what answers at {address} is not Ray. `ray status` shows the cluster of a machine")
-
-
 def start(what: str, files: str | None = None, **options: Any) -> ClusterMembership:
     kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -214,6 +180,7 @@ class Machine:
     node: str = ""  # Ray's name for it
     open: bool = True
     lost: str = ""  # why the keeper does not answer any more
+    silent: bool = False  # whether the last answer did not come in time: nobody waits for another one until it does
     signs: list[SignsOfLife] = field(default_factory=list)  # what its workers last showed
     activity: bool = False  # whether the keeper is asked for it
     _asked: Any = None  # the question for signs of life, while it is not answered
@@ -230,13 +197,18 @@ class Machine:
                 return getattr(self.keeper, method).remote(*args)
         return None
 
-    def answer(self, question: Any, seconds: float = CALL_S) -> Any:
-        """None where the keeper does not answer."""
+    def answer(self, question: Any, seconds: float = CALL_S, *, anyway: bool = False) -> Any:
+        """None where the keeper does not answer. Does not wait for one that has been silent, unless `anyway`."""
         if self.open and question is not None:
             try:
-                return ray.get(question, timeout=seconds)
+                found = ray.get(question, timeout=0.0 if self.silent and not anyway else seconds)
+            except GetTimeoutError:
+                self.silent, self.lost = True, "it does not answer"
             except RayError as error:
                 self.lost = first_line(error)
+            else:
+                self.silent = False
+                return found
         return None
 
     def signs_of(self, index: int) -> SignsOfLife:
@@ -264,7 +236,6 @@ class RemoteChild:
     machine: Machine
     index: int  # among the workers of the machine
     pid: int
-    _stacks: Any = None
 
     @property
     def place(self) -> str:
@@ -272,9 +243,6 @@ class RemoteChild:
 
     def kill(self) -> None:
         self.machine.tell("kill", self.index)
-
-    def wait(self, seconds: float) -> None:
-        self.machine.answer(self.machine.tell("wait", self.index, seconds), seconds + CALL_S)
 
     def ended(self) -> bool:
         return self.machine.signs_of(self.index).ended
@@ -285,19 +253,20 @@ class RemoteChild:
         return self.machine.signs_of(self.index).active
 
     def obituary(self) -> Obituary:
-        found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S)
+        # The end of the worker's connection has just shown that something on its machine lives.
+        found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S, anyway=True)
         return found or Obituary(f"is gone, with the Ray actor that kept the workers of its machine: {self.machine.lost}")
-
-    def ask_for_stacks(self) -> bool:
-        self._stacks = self.machine.tell("stacks", self.index)
-        return self._stacks is not None
-
-    def read_stacks(self, deadline: float) -> str:
-        found = self.machine.answer(self._stacks, max(0.0, deadline - time.monotonic()) + CALL_S)
-        return found or ""
 
     def close(self) -> None:
         pass
+
+
+def answers(questions: Mapping[Machine, Any], seconds: float) -> dict[Machine, Any]:
+    """What machines answer within this time, all of them together; None for one that does not."""
+    waited_for = [question for machine, question in questions.items() if question is not None and not machine.silent]
+    if waited_for:
+        ray.wait(waited_for, num_returns=len(waited_for), timeout=seconds)
+    return {machine: machine.answer(question, 0.0) for machine, question in questions.items()}
 
 
 @dataclass(frozen=True)
@@ -306,26 +275,31 @@ class Shared:
 
     run_folder: Path
     paths: Mapping[str, str]
+    models: Mapping[str, HubModel] = field(default_factory=dict)  # the same, of the hub
 
 
 class Machines:
     """Machines of a Ray cluster that have been reserved, each with a keeper."""
 
-    def __init__(self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None) -> None:
+    def __init__(
+        self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None, again: bool = False,
+        say: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
         """`workers`: of each machine; None: one for each GPU that it has. `gpus`: whether each has one; None: no, because this machine has
-        none, which must then hold for all."""
-        self._joined = join(address, nodes, workers or 1)
+        none, which must then hold for all. `again`: the run has just lost workers, and Ray may not know it yet. `say`: told what is waited
+        for."""
+        self._joined = join(address, nodes, workers or 1, gpus=bool(gpus))
         self._group: PlacementGroup | None = None
         self._machines: list[Machine] = []
+        self._homes: dict[int, RemoteChild] = {}  # by rank
         self._gpus = bool(gpus)
         try:
-            self.workers = workers or count_gpus(nodes)
             self.ip: str = ray.util.get_node_ip_address()
-            refuse_few(nodes, self.workers, gpus)
-            self._group = reserve(nodes, self.workers, gpus)
+            self.workers, self._group = reserve_again(nodes, workers, gpus, say) if again else reserve(nodes, workers, gpus)
             self._machines = [self._keep(index, node, gpus) for index, node in enumerate(nodes_of(self._group))]
             self._machines.sort(key=lambda machine: machine.ip != self.ip)
             self.facts = self._look(shared, gpus)
+            self.in_cluster = count_machines()
         except BaseException:
             self.close()
             raise
@@ -356,9 +330,23 @@ class Machines:
             connections = accept(server, secret, len(ranks), started, on_failure)
             for machine, own, question in zip(self._machines, parts, started, strict=True):
                 for index, (rank, pid) in enumerate(zip(own, answer_of(question), strict=True)):
-                    yield WorkerPeer(rank, RemoteChild(machine, index, pid), Connection(connections[rank]))
+                    self._homes[rank] = RemoteChild(machine, index, pid)
+                    yield WorkerPeer(rank, self._homes[rank], Connection(connections[rank]))
                 machine.signs = [SignsOfLife()] * len(own)
             on_failure.pop_all()
+
+    def wait(self, seconds: float) -> None:
+        answers({machine: machine.tell("wait", seconds) for machine in self._machines}, seconds + CALL_S)
+
+    def stacks(self, ranks: Sequence[int], seconds: float) -> ShownStacks:
+        """One question for all workers of a machine, and one deadline for all machines."""
+        homes: dict[Machine, dict[int, int]] = {}  # by the place among a machine's workers, their ranks
+        for rank in ranks:
+            homes.setdefault(self._homes[rank].machine, {})[self._homes[rank].index] = rank
+        asked = {machine: machine.tell("stacks", list(own), seconds) for machine, own in homes.items()}
+        found = answers(asked, seconds + CALL_S)
+        texts = {homes[machine][index]: text for machine, shown in found.items() if shown for index, text in shown.items()}
+        return ShownStacks(texts, {rank for machine, own in homes.items() if machine.silent for rank in own.values()})
 
     def close(self) -> None:
         """End the keepers, and leave Ray. May be called again."""
@@ -389,10 +377,10 @@ class Machines:
 
     def _look(self, shared: Shared, gpus: bool | None) -> list[MachineFacts]:
         with marked(shared.run_folder) as marker:
-            questions = Questions(os.getcwd(), marker, tuple(path for path in shared.paths.values() if os.path.exists(path)))
+            questions = questions_about(shared, marker)
             asked = [machine.tell("look", questions) for machine in self._machines]
             found = [answer_of(question, f"the machine {machine}") for machine, question in zip(self._machines, asked, strict=True)]
-            here = facts_of_machine(questions)
+            here = facts_of_machine(replace(questions, models=()))
         mistakes = [
             text
             for machine, facts in zip(self._machines, found, strict=True)
@@ -403,6 +391,15 @@ class Machines:
         return found
 
 
+def questions_about(shared: Shared, marker: str) -> Questions:
+    paths = tuple(path for path in shared.paths.values() if os.path.exists(path))
+    return Questions(os.getcwd(), marker, paths, tuple(shared.models.values()))
+
+
+def count_machines() -> int:
+    return len([node for node in ray.nodes() if node["Alive"]])
+
+
 def count_gpus(nodes: int) -> int:
     """The most that as many machines have."""
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
@@ -411,8 +408,7 @@ def count_gpus(nodes: int) -> int:
 
 def refuse_few(nodes: int, workers: int, gpus: bool | None) -> None:
     alive = [node for node in ray.nodes() if node["Alive"]]
-    fitting = [node for node in alive if all(node["Resources"].get(kind, 0) >= workers for kind in kinds(gpus))]
-    if len(fitting) < nodes:
+    if len(fitting_nodes(workers, gpus)) < nodes:
         raise UserError(
             f"{asked_for(nodes, workers, gpus)}, and Ray has {listed_machines(alive)}. Start Ray on more machines (`ray start "
             f"--address={ray.get_runtime_context().gcs_address}`), or lower cluster.nodes or cluster.workers"
@@ -422,6 +418,11 @@ def refuse_few(nodes: int, workers: int, gpus: bool | None) -> None:
             f"run.device: auto takes a CPU, for this machine has no GPU; but Ray has {listed_machines(having)}. Start the run on a machine "
             "that has GPUs, or set run.device = cpu"
         )
+
+
+def fitting_nodes(workers: int, gpus: bool | None) -> list[Mapping[str, Any]]:
+    """The machines that have as much, whether it is free or not."""
+    return [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(kind, 0) >= workers for kind in kinds(gpus))]
 
 
 def kinds(gpus: bool | None) -> tuple[str, ...]:
@@ -439,11 +440,29 @@ def listed_machines(nodes: Sequence[Mapping[str, Any]]) -> str:
     return joined([f"{name} ({has.get('CPU', 0):.0f} cores, {has.get('GPU', 0):.0f} GPUs)" for name, has in resources], "and") or "none"
 
 
-def reserve(nodes: int, workers: int, gpus: bool | None) -> PlacementGroup:
+def reserve_again(nodes: int, workers: int | None, gpus: bool | None, say: Callable[[str], None]) -> tuple[int, PlacementGroup]:
+    """As `reserve`, where Ray may still count what workers had that are gone, or a machine that is gone."""
+    deadline, told = time.monotonic() + AGAIN_S, False
+    while True:
+        try:
+            return reserve(nodes, workers, gpus)
+        except UserError as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"Ray has not had what the restart needs within {AGAIN_S:.0f} s: {error}") from error
+            if not told:
+                say(f"the restart waits up to {AGAIN_S:.0f} s for Ray to have what it needs: {error}")
+                told = True
+        time.sleep(LOOK_S)
+
+
+def reserve(nodes: int, workers: int | None, gpus: bool | None) -> tuple[int, PlacementGroup]:
+    """How many workers each machine has, and the machines' resources for them."""
+    workers = workers or count_gpus(nodes)
+    refuse_few(nodes, workers, gpus)
     bundle = {kind: float(workers) for kind in kinds(gpus)}
     group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
     if group.wait(ANSWER_S):
-        return group
+        return workers, group
     remove_placement_group(group)
     free = ray.available_resources()
     have = joined([f"{free.get(kind, 0):.0f} {kind}s" for kind in kinds(gpus)], "and")
@@ -484,9 +503,10 @@ def marked(folder: Path) -> Iterator[str]:
 
 def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shared, gpus: int) -> Iterator[str]:
     """What is wrong with a machine, seen from this one. `gpus`: how many its workers need."""
-    for package, version in here.versions.items():
-        if (theirs := there.versions.get(package, "none")) != version:
-            yield f"the machine {name} has {package} {theirs}, and this one {version}. Install the same on all machines"
+    for package in {**here.versions, **there.versions}:
+        theirs, ours = (each.versions.get(package) for each in (there, here))
+        if theirs != ours:
+            yield f"the machine {name} has {package} {theirs or 'none'}, and this one {ours or 'none'}. Install the same on all machines"
     if not there.has_folder:
         yield f"the machine {name} has no folder {os.getcwd()}, in which this run was started. Start it in a folder that all machines share"
     if not there.sees_marker:
@@ -494,11 +514,20 @@ def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shar
             f"run.dir: the machine {name} does not see what this one writes to {shared.run_folder}. Choose a folder on a file system that "
             "all machines share"
         )
+    elif not there.writes_there:
+        yield f"run.dir: the machine {name} cannot write to {shared.run_folder}. Give the user of the Ray workers there the right to write"
     for key, path in shared.paths.items():
         if path in here.contents and there.contents[path] is None:
             yield f"{key}: the machine {name} has no {path}. Put it on a file system that all machines share, or copy it"
         elif path in here.contents and there.contents[path] != here.contents[path]:
             yield f"{key}: {path} holds other files on the machine {name} than on this one. Copy it again"
+    for key, model in shared.models.items():
+        if why := there.without.get(model):
+            yield (
+                f"{key}: the machine {name} has not all of {model.name} at commit {model.commit} in its cache of the hub, and cannot "
+                f"download it: {why}. Run `hf download {model.name} --revision {model.commit}` there, or set HF_HOME to a folder that all "
+                "machines share"
+            )
     if len(there.devices) < gpus:
         yield (
             f"Ray has given the workers of the machine {name} {many(len(there.devices), 'GPU')} in CUDA_VISIBLE_DEVICES, and they need "
@@ -584,7 +613,7 @@ def survey(address: str) -> ClusterReport:
     part = join(found, 1, 1)
     try:
         nodes, free = [node for node in ray.nodes() if node["Alive"]], ray.available_resources()
-        machines = tuple(ask_machines(nodes))
+        machines = tuple(report_machines(nodes))
         resources = [{kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}, free]
         total, unused = (joined(counted(each), "and") for each in resources)
         return ClusterReport(found, f"{many(len(nodes), 'machine')} with {total}, of which {unused} are free", machines)
@@ -596,10 +625,47 @@ def counted(resources: Mapping[str, float]) -> list[str]:
     return [many(int(resources.get(kind, 0)), noun) for kind, noun in (("CPU", "core"), ("GPU", "GPU"))]
 
 
-def ask_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineReport]:
+def wrong_machines(address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None) -> list[str]:
+    """What is wrong with a cluster for such a run, as `Machines` would refuse it, and with all of its machines that have enough: any
+    of them may be the run's. Takes nothing that a run could use."""
+    part = join(address, nodes, workers or 1, gpus=bool(gpus))
+    try:
+        workers = workers or count_gpus(nodes)
+        refuse_few(nodes, workers, gpus)
+        with marked(shared.run_folder) as marker:
+            questions = questions_about(shared, marker)
+            here = facts_of_machine(replace(questions, models=()))
+            found = list(ask_machines(fitting_nodes(workers, gpus), questions))
+        mistakes: list[str] = []
+        for _, machine, there in found:
+            if isinstance(there, UserError):
+                mistakes.append(str(there))
+                continue
+            mistakes += differences(str(machine), there, here, shared, 0)  # a task without a GPU sees none
+            mistakes += wrong_shared_memory(there.shared_memory, workers if gpus else 0, f" of the machine {machine}")
+        return mistakes
+    finally:
+        part.leave()
+
+
+def report_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineReport]:
+    questions = Questions(os.getcwd(), "", ())
+    here = facts_of_machine(questions)
+    for node, machine, there in ask_machines(nodes, questions):
+        has, gpus = ", ".join(counted(node["Resources"])), int(node["Resources"].get("GPU", 0))
+        if isinstance(there, UserError):
+            yield MachineReport(str(machine), has, (str(there),))
+            continue
+        mistakes = *differences(str(machine), there, here, Shared(Path(), {}), 0), *wrong_shared_memory(there.shared_memory, gpus)
+        versions = ", ".join(f"{package} {version}" for package, version in there.versions.items())
+        yield MachineReport(str(machine), f"{has}, {in_bytes(there.shared_memory)} free in {SHARED_MEMORY}; {versions}", mistakes)
+
+
+def ask_machines(
+    nodes: Sequence[Mapping[str, Any]], questions: Questions
+) -> Iterator[tuple[Mapping[str, Any], Machine, MachineFacts | UserError]]:
     """All are asked at once, and have the same deadline."""
-    questions = Questions(os.getcwd(), os.sep, ())
-    here, look, deadline = facts_of_machine(questions), ray.remote(facts_of_machine), time.monotonic() + START_S
+    look, deadline = ray.remote(facts_of_machine), time.monotonic() + START_S
     asked = [
         look.options(
             num_cpus=0,
@@ -611,15 +677,10 @@ def ask_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineReport]:
     ]
     for node, question in zip(nodes, asked, strict=True):
         machine = Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], None)
-        has, gpus = ", ".join(counted(node["Resources"])), int(node["Resources"].get("GPU", 0))
         try:
-            there = answer_of(question, f"the machine {machine}", max(0.0, deadline - time.monotonic()))
+            yield node, machine, answer_of(question, f"the machine {machine}", max(0.0, deadline - time.monotonic()))
         except UserError as error:
-            yield MachineReport(str(machine), has, (str(error),))
-            continue
-        mistakes = *differences(str(machine), there, here, Shared(Path(), {}), 0), *wrong_shared_memory(there.shared_memory, gpus)
-        versions = ", ".join(f"{package} {version}" for package, version in there.versions.items())
-        yield MachineReport(str(machine), f"{has}, {in_bytes(there.shared_memory)} free in {SHARED_MEMORY}; {versions}", mistakes)
+            yield node, machine, error
 
 
 # -- workers -------------------------------------------------------------------------------------------------------------------------------
@@ -630,7 +691,7 @@ class RayWorkers(Processes):
 
     def __init__(self, machines: Machines, orders: Sequence[Any], make: str, **options: Any) -> None:
         self.machines = machines
-        super().__init__(orders, make, launch=machines.launch, **options)
+        super().__init__(orders, make, launcher=machines, **options)
 
     def close(self) -> None:
         try:

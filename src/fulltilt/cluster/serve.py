@@ -2,10 +2,10 @@
 
 Enters: messages of the driver (`wire`). Leaves: items, results and failures. Guaranteed: a thread of its own reads the messages, so that
 sending to a worker never waits for what it computes; calls run one after the other in the main thread, those started `aside` in a thread
-each; whatever a call raises is reported. The process ends with the driver: by the system's signal where there is one (Linux), else at the
-end of the socket. Signals that ask processes to stop are the driver's to obey, who may want to save first: a worker ignores them. SIGUSR1
-has it write its stacks, even while it is stuck in C. While it makes its object, it tells the driver that it gets on: by the pages of memory
-that it fills, not by the clock. Imports neither torch nor anything that the driver did not name.
+each; whatever a call raises is reported, and warnings are told. The process ends with the driver: by the system's signal where there is one
+(Linux), else at the end of the socket. Signals that ask processes to stop are the driver's to obey, who may want to save first: a worker
+ignores them. SIGUSR1 has it write its stacks, even while it is stuck in C. While it makes its object, it tells the driver that it gets on:
+by the pages of memory that it fills, not by the clock (`alive`). Imports neither torch nor anything that the driver did not name.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import os
 import pickle
-import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator
+import warnings
+from collections.abc import Callable, Generator
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
+from fulltilt.cluster.alive import loaded, signs_of_progress
 from fulltilt.cluster.hosts import produced
+from fulltilt.cluster.output import Output
 from fulltilt.cluster.stacks import StackFrame
-from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
+from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, KeepOutput, Leave, Result, Start, Tell, Warned, pack
+from fulltilt.observe.streams import text_for_user
 from fulltilt.records import UserError
 from fulltilt.words import first_line
 
 LONGEST_TRACEBACK = 20_000  # characters
-LARGEST_OUTPUT = 16 * 2**20  # bytes of standard output and error that are kept
 STALL_S = "FULLTILT_STALL_S"  # the variable with the seconds after which the driver reports a worker that is silent
-SIGNS = 4  # looks in this time at whether the worker gets on
-PAGES = 16  # fewest pages between two signs: a process that only waits touches a new one now and then
+SIGNS = 4  # signs of life in this time, from a worker that gets on
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,6 +48,7 @@ class ProcessInbox:
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self.send = send
+        self.sign_s = float(os.environ.get(STALL_S, "45")) / SIGNS
         self._messages: SimpleQueue[list[Any]] = SimpleQueue()  # an empty list only wakes the call
         self.cancelled = False
 
@@ -80,13 +83,36 @@ class Server:
         self._connection = connection
         self._waiting: SimpleQueue[Start | None] = SimpleQueue()  # calls for the main thread; None: leave
         self._inboxes: dict[int, ProcessInbox] = {}  # by call, for those that have not ended
+        self._warned: SimpleQueue[str] = SimpleQueue()  # what the driver has not been told yet
+        self._output = Output()
         self._worker: Any = None
 
     def serve(self) -> None:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
+        warnings.showwarning = self._show_warning
         self._send(Hello())
         while start := self._waiting.get():
             self._run(start)
+
+    def _show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """In this process's output, and in that of the driver if it is for the user."""
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
+        text = text_for_user(message, category, filename, lineno)
+        if text is not None:
+            self._warned.put(text)  # sent later: a destructor may warn while a message is being sent
+
+    def _tell_warnings(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._send(Warned(self._warned.get_nowait()))
 
     def _read(self) -> None:
         while True:
@@ -105,18 +131,27 @@ class Server:
                     threading.Thread(target=self._run, args=(message,), daemon=True).start()
                 else:
                     self._waiting.put(message)
-            case Tell(call=call, message=told) if call in self._inboxes:
-                self._inboxes[call].put(told)
-            case Cancel(call=call) if call in self._inboxes:
-                self._inboxes[call].cancel()
+            case Tell(call=call, message=told):
+                if inbox := self._inboxes.get(call):  # the call may end at any moment
+                    inbox.put(told)
+            case Cancel(call=call):
+                if inbox := self._inboxes.get(call):
+                    inbox.cancel()
+            case KeepOutput(path):
+                self._output.path = path
             case Leave():
                 self._waiting.put(None)
 
     def _run(self, start: Start) -> None:
-        _bound_output()
+        self._output.bound()
         try:
-            self._send(self._outcome(start))
+            outcome = self._outcome(start)
+            self._output.copy()
+            self._tell_warnings()
+            self._send(outcome)
         except BaseException as error:  # a result that cannot be pickled, too
+            self._output.copy()
+            self._tell_warnings()
             self._send(failure_of(error, start.call))
         finally:
             del self._inboxes[start.call]
@@ -138,6 +173,8 @@ class Server:
     def _make(self, start: Start, inbox: ProcessInbox) -> Generator[Any, None, None]:
         self._worker = yield from produced(imported_and_called, (start.method, start.args), inbox)
         assert self._worker is not None
+        gc.collect()
+        gc.freeze()  # what has been made stays as long as the process; looking through it would sometimes delay a step by 0.2 s
 
     def _send(self, message: Any) -> None:
         parts = pack(message)
@@ -150,36 +187,9 @@ class Server:
 def imported_and_called(path: str, args: tuple[bytes, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
     """`args`: each pickled, so that the imports that it asks for are made here."""
     module, _, name = path.partition(":")
-    with signs_of_progress(inbox.send, float(os.environ.get(STALL_S, "45")) / SIGNS):
+    with signs_of_progress(inbox, loaded):
         function = getattr(importlib.import_module(module), name)
         return (yield from produced(function, [pickle.loads(each) for each in args], inbox))
-
-
-@contextlib.contextmanager
-def signs_of_progress(send: Callable[[str], None], interval_s: float) -> Iterator[None]:
-    """Send a sign every so often, as long as the process has brought pages into its memory since the last one: read from files, as those of
-    modules and weights are, or filled anew. One that hangs brings in none."""
-    over = threading.Event()
-
-    def look() -> None:
-        seen = pages_brought_in()
-        while not over.wait(interval_s):
-            if (count := pages_brought_in()) >= seen + PAGES:
-                send("progress")
-                seen = count
-
-    thread = threading.Thread(target=look, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()  # nothing may follow the result
-
-
-def pages_brought_in() -> int:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_minflt + usage.ru_majflt
 
 
 def failure_of(error: BaseException, call: int | None) -> Failure:
@@ -197,13 +207,6 @@ def _of_collective(error: BaseException, innermost: list[StackFrame]) -> bool:
     """Whether torch.distributed raised it. A work that is waited for raises without a frame of its own."""
     backend = type(error).__name__.startswith("Dist") or any(name in str(error).lower() for name in ("gloo", "nccl"))
     return backend or any(frame.is_of_collective for frame in innermost)
-
-
-def _bound_output() -> None:
-    """Begin the file of standard output and error again once it is large: only its end is of use."""
-    with contextlib.suppress(OSError):
-        if os.fstat(1).st_size > LARGEST_OUTPUT:
-            os.ftruncate(1, 0)
 
 
 def _end_at_once() -> NoReturn:

@@ -1,7 +1,7 @@
 """A worker of several, made in a process of its own.
 
-Enters: a `Service`: the order that every worker with the same roles gets, and this worker's place among all. Leaves: the worker, joined
-with the others by torch.distributed, as calls reach it. Guaranteed: an out-of-memory error names the settings that would help, as in one
+Enters: a `Service`, which every worker with the same roles gets, and a `Seat`: this worker's place among all. Leaves: the worker, as calls
+reach it, joined with the others by torch.distributed. Guaranteed: an out-of-memory error names the settings that would help, as in one
 process; functions from Python are known here under the names that the configuration has for them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
@@ -23,17 +24,21 @@ import torch.distributed as dist
 
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
-from fulltilt.cluster.checks import require_ray
+from fulltilt.cluster.address import is_joined
+from fulltilt.cluster.checks import choose_device, commits_of_models, model_paths, open_address, require_ray
 from fulltilt.cluster.hosts import Place
+from fulltilt.cluster.keeper import HubModel
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker, enough_memory
+from fulltilt.model.load import at_commits
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.records import RunWarning
+from fulltilt.records import RunWarning, UserError
 from fulltilt.schema import Config, rewards_named
 from fulltilt.settings import own_functions
-from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, known_functions, locate
+from fulltilt.training.checkpoint import Checkpoint
+from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, imported_files, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it ends
@@ -41,17 +46,24 @@ UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it
 
 @dataclass(frozen=True, eq=False)
 class Service:
+    """What all workers with the same roles have in common. It may take megabytes, the tokenizer alone, and there may be a thousand workers:
+    it is pickled once."""
+
     order: WorkerOrder
-    rank: int
     size: int
-    device: str  # as torch names it
     address: tuple[str, int]  # host and port of the store through which workers find one another
     deadline_s: float  # after which a collective is given up
     nodes: int = 1  # on which the workers are
-    beside: int = 1  # workers on the same machine, this one included
     sharing: int = 1  # workers on the device that has the most: all choose their backend and their memory by it
     functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
     teams: tuple[range, ...] = ()  # the ranks of workers with the same roles
+
+
+@dataclass(frozen=True)
+class Seat:
+    rank: int
+    device: str  # as torch names it
+    beside: int = 1  # workers on the same machine, this one included
 
 
 class ServedWorker:
@@ -72,45 +84,46 @@ class ServedWorker:
         return call
 
 
-def serve(service: Service) -> Generator[str, None, ServedWorker]:
+def serve(service: Service, seat: Seat) -> Generator[str, None, ServedWorker]:
     """What is yielded tells the driver that loading makes progress."""
-    config, device = service.order.config, torch.device(service.device)
+    config, device = service.order.config, torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     UNTIL_THE_END.enter_context(known_functions(service.functions))
+    UNTIL_THE_END.enter_context(at_commits(service.order.commits))
     host, port = service.address
     deadline = timedelta(seconds=service.deadline_s)
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=deadline)
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
-    dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=deadline)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=service.size, timeout=deadline)
     yield "joined"
-    with enough_memory("set-up", f" on worker {service.rank}"):
-        shared = {"beside": service.beside, "sharing": service.sharing}
-        ranks = join_team(service.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
+    with enough_memory("set-up", f" on worker {seat.rank}"):
+        shared = {"beside": seat.beside, "sharing": service.sharing}
+        ranks = join_team(seat.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
         parcels = None
         if service.nodes > 1:  # samples stay where they are
             # A group of its own: rows are sent while the others compute.
-            parcels = Parcels(service.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
+            parcels = Parcels(seat.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
 
 
-def report_stall(text: str) -> None:
+def tell(text: str) -> None:
     warnings.warn(text, RunWarning, stacklevel=2)
 
 
 def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Processes:
     """One process for each worker, on this machine."""
-    services, options = services_here(order, device, size)
-    return Processes(services, SERVE, environment=own_interface(), **options)
+    seats, options = seats_here(order, device, size)
+    return Processes(seats, SERVE, environment=own_interface(), **options)
 
 
-def services_here(order: WorkerOrder, device: torch.device, size: int) -> tuple[list[Service], dict[str, Any]]:
-    """What each worker of this machine is made from, and the settings of their host."""
+def seats_here(order: WorkerOrder, device: torch.device, size: int) -> tuple[list[Seat], dict[str, Any]]:
+    """The places of the workers of this machine, and the settings of their host."""
     gpus = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "" for rank in range(size)]
-    return services_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
+    return seats_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
 
 
 def own_interface() -> dict[str, str]:
@@ -121,35 +134,94 @@ def own_interface() -> dict[str, str]:
 def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, str]) -> Processes:
     """Workers on the machines of a Ray cluster. `paths`: the keys and values of settings that name what workers read."""
     require_ray()
-    from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+    from fulltilt.cluster.ray import Machines, RayWorkers
 
-    config, settings = order.config, order.config.cluster
-    assert settings.address is not None
-    workers = settings.workers if settings.workers != "auto" else None if device.type == "cuda" else 1
-    read = {**paths, **files_of_functions(config), **({"the checkpoint": str(order.resume.path)} if order.resume else {})}
-    gpus = device.type == "cuda" or (None if config.run.device == "auto" else False)
-    machines = Machines(settings.address, settings.nodes, workers, Shared(Path(config.run.dir), read), gpus=gpus)
+    asked = asked_of_cluster(order.config, device, paths, order.commits, order.resume)
+    machines = Machines(**asked, again=order.restarted, say=tell)
     try:
-        services, options = services_of(order, machines.ip, machines.places)
-        return RayWorkers(machines, services, SERVE, **options)
+        if note := unused_machines(order.config, machines.in_cluster):
+            tell(note)
+        seats, options = seats_of(order, machines.ip, machines.places)
+        return RayWorkers(machines, seats, SERVE, **options)
     except BaseException:
         machines.close()
         raise
 
 
+def unused_machines(config: Config, machines: int) -> str | None:
+    """What to tell who has given the address of a cluster and not said how many of its machines the run is to use."""
+    if machines == 1 or "nodes" in config.cluster.model_fields_set:
+        return None
+    used = f"the run uses 1 of the {machines} machines of the Ray cluster"
+    return f"cluster.nodes is not set: {used}. Set cluster.nodes = {machines} to use them all, or 1"
+
+
+def asked_of_cluster(
+    config: Config, device: torch.device, paths: Mapping[str, str], commits: Mapping[str, str], resume: Checkpoint | None = None
+) -> dict[str, Any]:
+    """What a run asks of the machines of a cluster, as `Machines` takes it."""
+    from fulltilt.cluster.ray import Shared
+
+    settings = config.cluster
+    models = {key: HubModel(path, commits[path]) for key, path in paths.items() if path in commits}
+    folders = {key: path for key, path in paths.items() if key not in models}
+    read = {**folders, **files_of_functions(config), **({"the checkpoint": str(resume.path)} if resume else {})}
+    return {
+        "address": settings.address,
+        "nodes": settings.nodes,
+        "workers": settings.workers if settings.workers != "auto" else None if device.type == "cuda" else 1,
+        "shared": Shared(Path(config.run.dir), read, models),
+        "gpus": device.type == "cuda" or (None if config.run.device == "auto" else False),
+    }
+
+
+def wrong_cluster(config: Config) -> list[str]:
+    """What is wrong with the cluster of a run that is only checked: its address, and the machines that answer there."""
+    if config.cluster.address is None:
+        return []
+    try:
+        device = choose_device(config.run.device)
+        if not (is_joined() or open_address(config, device.type)):
+            return []  # the run starts a Ray of its own
+        from fulltilt.cluster.ray import wrong_machines
+
+        paths = model_paths(config, build(config))
+        return wrong_machines(**asked_of_cluster(config, device, paths, commits_of_models(config, paths)))
+    except UserError as error:
+        return [str(error)]
+
+
 def files_of_functions(config: Config) -> dict[str, str]:
-    """The files of the user's functions, which every machine reads for itself, by what names them."""
+    """The files of the user's functions and those that they import, which every machine reads for itself, by what names them."""
     codes = {f"algorithm.{key}": function.code for key, function in own_functions(config).items()}
     for name in rewards_named(config.reward.function, config.reward.sources):
         with contextlib.suppress(UserCodeError):  # one of fulltilt's own
             codes[f"the reward {name}"] = locate(name)
-    return {what: code.path for what, code in codes.items() if code.path and code.given is None}
+    codes = {what: code for what, code in codes.items() if code.path and code.given is None}
+    imported = {
+        f"{what}, which imports {name}": str(Path(code.path).parent / name) for what, code in codes.items() for name in imported_files(code)
+    }
+    return {**{what: code.path for what, code in codes.items()}, **imported}
 
 
-def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Service], dict[str, Any]]:
-    """What each worker is made from, and the settings of their host. `host`: this machine, as the workers reach it."""
+def open_store(host: str, workers: int) -> dist.TCPStore:
+    """The store through which workers find one another. It asks nobody for a secret, so it listens at this address alone: by itself, torch
+    listens at all addresses of the machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=workers) as server:
+        try:
+            place = {"port": server.getsockname()[1], "master_listen_fd": server.fileno()}
+            store = dist.TCPStore(host, is_master=True, wait_for_workers=False, **place)
+        except TypeError:  # a torch without this argument
+            return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server.detach()  # the store closes it
+        return store
+
+
+def seats_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Seat], dict[str, Any]]:
+    """The places of the workers, and the settings of their host. `host`: this machine, as the workers reach it."""
     settings = order.config.cluster
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = open_store(host, len(places))
     codes = [function.code for function in own_functions(order.config).values()]
     nodes = len({place.node for place in places})
     if nodes > 1:  # there, workers have reward processes of their own
@@ -157,24 +229,22 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
         codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}
     teams = teams_of(order, len(places))
-    team_of = {rank: team for team in teams for rank in team.ranks}
-    crowds = Counter((place.machine, place.gpu) for place in places)
+    crowds, beside = Counter((place.machine, place.gpu) for place in places), Counter(place.machine for place in places)
     services = [
         Service(
-            order=team_of[rank].order,
-            rank=rank,
+            order=team.order,
             size=len(places),
-            device=place.device,
             address=(host, store.port),
             deadline_s=settings.deadline_s,
             nodes=nodes,
-            beside=sum(each.machine == place.machine for each in places),
             sharing=max(crowds.values()),
             functions=functions,
-            teams=tuple(team.ranks for team in teams),
+            teams=tuple(each.ranks for each in teams),
         )
-        for rank, place in enumerate(places)
+        for team in teams
     ]
-    labels = [team_of[rank].label for rank in range(len(places))]
-    options = {"on_stall": report_stall, "stall_s": settings.stall_s, "deadline_s": settings.deadline_s, "kept": store, "labels": labels}
-    return services, options
+    seats = [Seat(rank, place.device, beside[place.machine]) for rank, place in enumerate(places)]
+    of_ranks = [place for place, team in enumerate(teams) for _ in team.ranks]  # teams are in order of rank
+    labels, common = [teams[place].label for place in of_ranks], [services[place] for place in of_ranks]
+    options = {"on_stall": tell, "stall_s": settings.stall_s, "deadline_s": settings.deadline_s, "kept": store, "labels": labels}
+    return seats, {**options, "common": common}

@@ -126,6 +126,7 @@ class ModelDivider:
     rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
     whole_experts: Collection[str] = ()  # roles of which members have some of the experts each, and not a part of every one
     rollout_whole: bool = False  # the same of the model that an engine reads
+    keys: Mapping[str, str] = field(default_factory=dict)  # by role, or "rollout": the setting of the number of members
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
         """Returns a model for the engine, which is to be fused too."""
@@ -134,18 +135,19 @@ class ModelDivider:
             assert isinstance(model, PreTrainedModel)
             if self.rollout is not None:
                 copied = found.rollout = over_same_memory(model)
-                target = self._split(copied, self.rollout, self.rollout_whole) if self.rollout.size > 1 else None
+                target = self._split(copied, self.rollout, self.rollout_whole, "rollout") if self.rollout.size > 1 else None
                 found.twin, found.copied = RolloutCopy(copied, target), True
             if ranks.size > 1:
                 found.undivided = without_memory(model)
         if ranks.size > 1:
-            found.parts[role] = self._split(model, ranks, role in self.whole_experts)
+            found.parts[role] = self._split(model, ranks, role in self.whole_experts, role)
         if copied is not None:
             part_memory(copied, model)
         return copied
 
-    def _split(self, model: torch.nn.Module, ranks: Ranks, whole_experts: bool) -> TensorSplit:
-        return split(model, ranks, whole_experts=whole_experts and any(True for _ in expert_modules(model)))
+    def _split(self, model: torch.nn.Module, ranks: Ranks, whole_experts: bool, what: str) -> TensorSplit:
+        whole_experts = whole_experts and any(True for _ in expert_modules(model))
+        return split(model, ranks, whole_experts=whole_experts, key=self.keys.get(what, "train.tensor_parallel"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +159,7 @@ class ExpertDivider:
     holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that have all of them
     sampled: bool  # whether an engine needs the actor whole
     shared: bool  # whether parameters of the actor are shared out, too
+    keys: Mapping[str, str] = field(default_factory=dict)  # by role, the setting that gives the number of holders, for messages
 
     def divide(self, role: str, model: torch.nn.Module) -> None:
         if role not in self.holders or not any(True for _ in expert_modules(model)):
@@ -169,7 +172,7 @@ class ExpertDivider:
                 found.twin, found.copied = RolloutCopy(found.rollout, None), self.shared
             if not self.sampled or found.copied:
                 found.undivided = without_memory(model)
-        found.parts[role] = split_experts(model, self.holders[role])
+        found.parts[role] = split_experts(model, self.holders[role], self.keys.get(role, "train.expert_parallel"))
         if role == "actor" and found.rollout is not None:
             part_memory(found.rollout, model)
 

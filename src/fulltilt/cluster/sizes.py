@@ -157,6 +157,7 @@ def find_facts(
         sharding=sharding,
         parts=grid.tensor.size,
         rollout_parts=grid.rollout.size,
+        within=ranks.within,
     )
 
 

@@ -12,6 +12,7 @@ import pickle
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,12 @@ class Cancel(NamedTuple):
     call: int
 
 
+class KeepOutput(NamedTuple):
+    """Driver to worker: from now on, append to this file what the process writes, beginning with what it has written."""
+
+    path: str
+
+
 class Leave(NamedTuple):
     """Driver to worker: end the process when the call in progress has ended."""
 
@@ -58,6 +65,12 @@ class Item(NamedTuple):
 
     call: int
     item: Any
+
+
+class Warned(NamedTuple):
+    """Worker to driver: a warning for the user, which is of no call."""
+
+    text: str
 
 
 class Result(NamedTuple):
@@ -92,6 +105,18 @@ def pack(message: Any, *, copy: bool = False) -> list[memoryview]:
     body = pickle.dumps(message, protocol=5, buffer_callback=in_band)
     head = HEAD.pack(len(body), len(buffers)) + struct.pack(f"<{len(buffers)}Q", *(each.nbytes for each in buffers))
     return [memoryview(head), memoryview(body), *buffers]
+
+
+def pickled_once() -> Callable[[Any], pickle.PickleBuffer]:
+    """A function that pickles objects for messages to many: one that it has pickled before it gives again, and messages do not copy it."""
+    made: dict[int, tuple[Any, pickle.PickleBuffer]] = {}  # with the object, so that no other one gets its identity
+
+    def pickled(given: Any) -> pickle.PickleBuffer:
+        if id(given) not in made:
+            made[id(given)] = given, pickle.PickleBuffer(pickle.dumps(given))
+        return made[id(given)][1]
+
+    return pickled
 
 
 class Connection:

@@ -26,6 +26,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
+from fulltilt.cluster.alive import Written, no_signs, signs_for, signs_of_progress
 from fulltilt.cluster.hosts import Inbox
 from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
@@ -39,8 +40,8 @@ from fulltilt.parallel.progress import JointPasses
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import Plan, releases_memory
-from fulltilt.records import AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
+from fulltilt.plan import Plan, RoleSettings, releases_memory
+from fulltilt.records import NOTHING_PROBED, AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Probed, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, FreeSeats, Listener, RolloutLimits
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
@@ -65,7 +66,8 @@ CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor na
 class Annotated:
     numbers: list[np.ndarray]  # for each micro-batch, one number per trained token
     pad_tokens: int  # computed beside the rows' own tokens
-    failure: str | None = None  # what was reported when memory ran out, in which case the other fields mean nothing
+    seconds: float  # in passes, where parameters are shared out with the gathers inside them
+    failure: str | None = None  # what was reported when memory ran out, in which case numbers and pad tokens mean nothing
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,14 @@ class SyncReport:
 
 
 @dataclass(frozen=True)
+class Replica:
+    """What a worker has loaded of a role's model. Other workers with the same part must have the same numbers."""
+
+    part: tuple[int, ...]
+    checksum: str  # covers some of the numbers
+
+
+@dataclass(frozen=True)
 class WorkerFacts:
     """What the driver must know of a worker that has just been made."""
 
@@ -104,6 +114,8 @@ class WorkerFacts:
     holds_samples: bool = False  # the driver gets heads in place of groups
     device: str = "CPU"  # its name, as the driver of a GPU has it
     device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
+    probed: Probed = NOTHING_PROBED
+    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role; none where a worker has no others beside it
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,7 @@ class GroupMessages:
 
     def __init__(self, inbox: Inbox, members: Ranks) -> None:
         self._inbox, self._members, self._passes = inbox, members, 0
+        self.sign_s = inbox.sign_s
         self._answers: deque[Any] = deque()
         self._told = self._stopped = False
 
@@ -286,8 +299,10 @@ class Worker:
     shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not say how busy it is
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
+    probed: Probed = NOTHING_PROBED
+    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role: what other workers must have too
     version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
-    _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
+    _unwritten: Callable[..., Digests] | None = None  # does the rest of the last `save`
     _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
@@ -296,7 +311,7 @@ class Worker:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
         return WorkerFacts(
             self.plan, self.sizes, self.notes, self._may_queue, parts, self.sampling.size, self._waits, self.shelf is not None,
-            device_name(self.account.device), self.account.device_bytes // self.ranks.sharing,
+            device_name(self.account.device), self.account.device_bytes // self.ranks.sharing, self.probed, self.loaded,
         )  # fmt: skip
 
     @property
@@ -345,10 +360,10 @@ class Worker:
         inbox: Inbox | None = None,
     ) -> Generator[AnyGroup | FreeSeats | None, None, RolloutLimits | None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
-        this worker holds its samples; None in its place from a member whose group another one tells. The KV cache is given back also where
-        the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest prompt that the
-        caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more. Returns how much
-        the engine has in memory at once from now on."""
+        this worker holds its samples; None in its place from a member whose group another one tells, and now and then after a pass. The KV
+        cache is given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of
+        the longest prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are
+        no more. Returns how much the engine has in memory at once from now on."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -357,6 +372,7 @@ class Worker:
         self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         if inbox and self._progress_s is not None:
             self.engine.recorder.tell(inbox.send, self._progress_s)
+        self.engine.recorder.on_pass = signs_for(inbox)  # whatever is logged: a long group must not look like a hang
         messages = GroupMessages(inbox, self.host_group) if inbox and self.sampling.size > 1 else None
         self.engine.halted = messages.halted if messages else None
         places, given = list(prompts), list(prompts.values())
@@ -377,7 +393,13 @@ class Worker:
                     yield item
             self.account.look()  # while the KV cache still exists
             return self.engine.take_limits()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Without its traceback, which would keep alive everything that filled the memory.
+            raise torch.OutOfMemoryError(self.account.explain(first_line(error))) from error.with_traceback(None)
         finally:
+            self.engine.recorder.on_pass = no_signs
             if releases_memory(self.config):
                 self.engine.release()
                 if self.shards and self.account.device.type == "cuda":
@@ -408,8 +430,16 @@ class Worker:
         assert self.engine
         self.engine.listener = listen
 
-    def sync(self, version: int) -> SyncReport:
+    def sync(self, version: int, inbox: Inbox | None = None) -> SyncReport:
         """Bring the engine to the trainer's weights, which have changed."""
+        with signs_of_progress(inbox, self._collected):
+            return self._sync(version)
+
+    def _collected(self) -> float:
+        """How much collectives have moved: where they hang, it does not grow."""
+        return float(self.ranks.moved.total())
+
+    def _sync(self, version: int) -> SyncReport:
         assert self.engine
         begin, before, copied, several = time.perf_counter(), self.ranks.moved.total(), 0, self.ranks.size > 1
 
@@ -463,12 +493,17 @@ class Worker:
         found: list[np.ndarray] = []
         own = self.roles[role]
         joint = self._joint_passes(own, len(micro_batches), micro_batches)
-        trial = MemoryTrial(lambda: not own.meets and joint.may_be_given_up)
+        trial = MemoryTrial(lambda: joint.may_be_given_up)
+        begin = time.perf_counter()
         with trial:
             self._need_for_passes(role)
             for numbers in self._passes(own, micro_batches, field, joint.agreed):
+                if len(found) == len(micro_batches):  # these numbers belong to a filler
+                    yield None
+                    continue
                 found.append(numbers)
                 yield len(found), len(micro_batches)
+        seconds = time.perf_counter() - begin
         if trial.failure is not None:
             free_unused(self.account.device)
             self._need_for_passes(role)
@@ -476,14 +511,14 @@ class Worker:
         for shards in self._shards_of(own):
             shards.rest()
         if trial.failure is not None:
-            return Annotated([], 0, trial.failure)
+            return Annotated([], 0, seconds, self.account.explain(trial.failure))
         pads = sum(micro.pad_tokens for micro in micro_batches)
         if not isinstance(rows, str):
-            return Annotated(found, pads)
+            return Annotated(found, pads, seconds)
         assert self.shelf
         if self.roles[role].tells:
             self.shelf.note(rows, plan, found)
-        return Annotated([], pads)
+        return Annotated([], pads, seconds)
 
     def _passes(self, role: Role, micro_batches: Sequence[MicroBatch], field: str, agreed: int) -> Iterator[np.ndarray]:
         if field == "sharp_logprobs":
@@ -491,9 +526,7 @@ class Worker:
             role = role.sharper()
         fillers = [FILLER] * (agreed - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
-            for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
-                if place < len(micro_batches):
-                    yield numbers
+            yield from annotate_all(role, [*micro_batches, *fillers])
 
     @staticmethod
     @torch.no_grad()
@@ -538,6 +571,11 @@ class Worker:
         assert self.engine
         return max((len(own) for own in self.engine.parameters() if own.ndim == 3), default=0)
 
+    def most_key_heads(self) -> int:
+        """The most key heads that the engine caches for a layer here."""
+        assert self.engine
+        return self.engine.key_heads
+
     @property
     def actor(self) -> Policy:
         actor = self.roles["actor"]
@@ -579,7 +617,7 @@ class Worker:
                 trainer.optimizer.zero_grad()
                 random.restore(device)
                 free_unused(device)
-                failure = trial.failure
+                failure = self.account.explain(trial.failure or "")
                 break
             found.append((sums, metrics))
             yield done + len(found), len(batches)
@@ -590,9 +628,15 @@ class Worker:
 
     def _repeats(self, trainer: Trainer, joint: JointPasses[MicroBatch]) -> bool:
         """Whether a mini-batch that ran out of memory can be repeated: this worker can do what others wait for, and nothing has changed.
-        How many rows workers send to one another's experts depends on what they compute; losses that mark tokens compare them over all."""
+        Losses that mark tokens compare them over all. Layers that are recomputed send other tokens to experts than in the forward pass if
+        another worker's zeros come before a router in what is recomputed: those of experts in an earlier layer of the same unit, or, where
+        sequences are divided too, those of attention. Selective recompute keeps what routers and attention have computed."""
         marks = trainer.marking is not None and not trainer.optimizer.alone
-        return not (trainer.role.meets or marks or trainer.optimizer.changing) and joint.may_be_given_up
+        settings = self.plan.roles.get(trainer.role.name, RoleSettings())
+        in_units = settings.recompute != "none" and settings.recompute_method == "uniform" and (settings.recompute_layers or 1) > 1
+        exchanged = settings.recompute == "full" and trainer.role.sequence.size > 1
+        reroutes = trainer.role.meets and (in_units or exchanged)
+        return not (marks or reroutes or trainer.optimizer.changing) and joint.may_be_given_up
 
     def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
         """The optimizer step; None if memory ran out, on this worker or another one."""
@@ -635,26 +679,27 @@ class Worker:
         """How many optimizer steps each role that learns has made and left out."""
         return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> OSError | None:
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool, inbox: Inbox | None = None) -> OSError | None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write. What the disk refuses is returned: the worker is not at fault."""
         self._unwritten = None  # the copy of a save that failed
         self.residents.need("actor", "critic")
-        self.collect()
+        with signs_of_progress(inbox, self._collected):
+            self.collect()
         held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}
         cuts = self._of_learners(lambda optimizer: optimizer.cuts())
         rank, size, here = self.ranks.number, self.ranks.of_run, self.ranks.beside
-        with refusals_noted() as refused:
+        with refusals_noted() as refused, signs_of_progress(inbox, Written()):
             self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=rank, size=size, here=here, cuts=cuts)
         return refused[0] if refused else None
 
-    def finish_save(self) -> Digests | OSError:
+    def finish_save(self, inbox: Inbox | None = None) -> Digests | OSError:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
         known already, or what the disk refuses."""
         write, self._unwritten = self._unwritten, None
-        with refusals_noted() as refused:
-            return write() if write else {}
+        with refusals_noted() as refused, signs_of_progress(inbox, Written()):
+            return write(go_on=signs_for(inbox)) if write else {}
         return refused[0]
 
     def checkpoint_bytes(self) -> int:

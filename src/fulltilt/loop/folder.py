@@ -26,6 +26,7 @@ from fulltilt.records import RunWarning, UserError
 from fulltilt.words import listed
 
 SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION = "snapshot.toml", "plan.json", "metrics.jsonl", "rollouts", "validation"
+WORKERS = "workers"  # the folder with the output of workers in other processes
 MARKER_TEXT = "The folder of a fulltilt run. While this file is here, fulltilt writes and deletes files in the folder.\n"
 HAD_CHECKPOINT = "The run has had a checkpoint.\n"
 

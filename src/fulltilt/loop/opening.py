@@ -23,12 +23,13 @@ from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.checks import RunData
 from fulltilt.cluster.here import shape_for
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
+from fulltilt.cluster.service import wrong_cluster
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
-from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
+from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, WORKERS, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.loop.saved import Change, SavedState, changed_keys, changed_rows, changes_since, edited, file_digests, read_state
 from fulltilt.observe.console import Console
@@ -41,8 +42,10 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, to_toml, value_of
 from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from fulltilt.tune.calibration import calibrate, in_words
+from fulltilt.tune.description import AS_MODELLED, Calibration
 from fulltilt.tune.explain import explain
-from fulltilt.tune.predict import Predictor, UsedDevices, describe_run, saved_facts
+from fulltilt.tune.predict import Predictor, UsedDevices, calibrated, describe_run, saved_facts
 from fulltilt.tune.probe import Prober
 from fulltilt.words import first_line, joined, many
 
@@ -83,6 +86,12 @@ class Attempts:
         while True:
             try:
                 return self._attempt()
+            except UserError as error:
+                if self.restarts and self._run is None:  # no mistake of the user's: the machines have changed
+                    raise UserError(
+                        f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
+                    ) from error
+                raise
             except WorkerError as error:
                 # The step in progress is lost with the workers, which had its gradients.
                 failed = (self._run.progress.step if self._run else self._store.newest) + 1
@@ -107,8 +116,11 @@ class Attempts:
             yield f"Step {failed} has failed twice in a row, so the run is not restarted again"
         elif lost and self.restarts:
             yield f"The run was restarted {many(self.restarts, 'time')}, as often as cluster.restarts allows"
+        yield self._how_to_resume()
+
+    def _how_to_resume(self) -> str:
         step = self._store.newest
-        yield (
+        return (
             f"The same command resumes the run from its checkpoint of step {step}" if step else "There is no checkpoint to resume from yet"
         )
 
@@ -130,7 +142,7 @@ class Attempts:
                 console.warn(text)
             with enough_memory("set-up"):
                 kept = kept_budgets(config, path, state, changed, console)
-                parts = assemble(config, found, kept=kept, probe=prober_for(config))
+                parts = assemble(config, found, kept=kept, probe=prober_for(config), restarted=self.restarts > 0)
             stack.callback(parts.close)
             parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
             if state:
@@ -141,9 +153,10 @@ class Attempts:
                 warn_of_effects(config, parts, state, console)
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
+            parts.crew.keep_output(path / WORKERS)
             predictions = foreseen(config, parts)
-            if isinstance(predictions.found, str) and not self.restarts:
-                console.note(f"predictions of time and memory are left out: {predictions.found}")
+            for text in predictions.words if not self.restarts else ():
+                console.note(text)
             write_set_up(config, parts, self.folder, state, self.origin, console, predictions.saved)
             if found and state:
                 if not changed:
@@ -173,6 +186,18 @@ class Foreseen:
     saved: Mapping[str, Any] = field(default_factory=dict)  # for the plan's file
 
     @property
+    def words(self) -> Iterator[str]:
+        """What to tell of them before the first step."""
+        if isinstance(self.found, str):
+            yield f"predictions of time and memory are left out: {self.found}"
+        elif self.calibration != AS_MODELLED:
+            yield in_words(self.calibration)
+
+    @property
+    def calibration(self) -> Calibration:
+        return AS_MODELLED if isinstance(self.found, str) else self.found.run.calibration
+
+    @property
     def predictor(self) -> Predictor | None:
         return self.found if isinstance(self.found, Predictor) else None
 
@@ -184,7 +209,10 @@ def foreseen(config: Config, parts: RunParts) -> Foreseen:
         shape = shape_for(config)
         devices = UsedDevices(crew.device, crew.device_bytes, plan.budgets.workers, config.cluster.nodes)
         saved = saved_facts(shape, devices, plan)
-        return Foreseen(Predictor(describe_run(config, shape, devices, plan)), saved)
+        run = describe_run(config, shape, devices, plan)
+        calibration = calibrate(run, crew.probed)
+        saved = saved_facts(shape, devices, plan, calibration)
+        return Foreseen(Predictor(calibrated(run, calibration)), saved)
     except Exception as error:
         return Foreseen(first_line(error), saved)
 
@@ -198,8 +226,10 @@ def tell_where_time_went(folder: Path, console: Console) -> None:
 
 
 def prober_for(config: Config) -> Prober | None:
-    """What finds the costs of updates, where the run is to measure them."""
-    return Prober(clock=not config.run.deterministic) if config.run.probe else None
+    """What measures updates and rollouts, where the run is to measure them: by itself on a GPU, where that takes seconds."""
+    on_cuda = checks.choose_device(config.run.device).type == "cuda"
+    wanted = on_cuda if config.run.probe == "auto" else config.run.probe
+    return Prober(clock=not config.run.deterministic) if wanted else None
 
 
 @contextlib.contextmanager
@@ -230,7 +260,8 @@ def find_checkpoint(config: Config, store: CheckpointStore, *, restarted: bool =
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What `train` would refuse before its models load; in the folder of a run, also why it would not resume that run."""
+    """What `train` would refuse before its models load, also of the machines of a cluster; in the folder of a run, also why it would not
+    resume that run."""
     state: SavedState | None = None
     refused: list[str] = []
     try:
@@ -243,7 +274,7 @@ def find_mistakes(config: Config) -> list[str]:
     def wrong_rows(data: RunData) -> list[str]:
         return [change.refusal for change in changed_rows(config, state, data.train.digest())] if state else []
 
-    return [*checks.find_mistakes(config, wrong_rows), *refused]
+    return list(dict.fromkeys([*checks.find_mistakes(config, wrong_rows), *wrong_cluster(config), *refused]))
 
 
 def require_force(config: Config, console: Console, changes: Iterable[Change]) -> None:

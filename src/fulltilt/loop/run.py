@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.cluster.crew import Outcome, Report, StartedWork
+from fulltilt.cluster.crew import AnnotatedRows, Outcome, Report, StartedWork
 from fulltilt.cluster.hosts import WorkerDied, WorkerStuck
 from fulltilt.cluster.shelf import shaped_reward
 from fulltilt.cluster.worker import SURPLUS_TENSORS
@@ -41,7 +41,7 @@ from fulltilt.observe.validation import sample_rows
 from fulltilt.records import AnyGroup, AnyRow, Prompt, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
-from fulltilt.rollout.stats import NO_STATS
+from fulltilt.rollout.stats import NO_STATS, EngineStats
 from fulltilt.schema import VALIDATION_METRICS, Config
 from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore, Digests
 from fulltilt.tune import control
@@ -131,13 +131,14 @@ class Run:
         self._tokens = 0
         self._engine_stats = NO_STATS  # statistics of the step in progress
         self._pads: Counter[str] = Counter()  # pad tokens of the step's passes without gradient, by role
+        self._worker_seconds: dict[str, list[list[float]]] = {}  # by phase, for each call of the step the seconds of each worker
 
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
     def rl_step(self, step: int) -> Metrics:
         config, parts, phase, samples = self.config, self.parts, self._phase, self.parts.samples
         assert samples
-        before, self._engine_stats, self._pads = samples.stats(), NO_STATS, Counter()
+        before, self._engine_stats, self._pads, self._worker_seconds = samples.stats(), NO_STATS, Counter(), {}
         filled, cursor = self._sample(step)
         baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
         rows = self._annotate_all(samples.rows(filled.kept, step, exclude_errors=self._exclude_errors, baselines=baselines))
@@ -170,6 +171,7 @@ class Run:
             **measure.summarise_lengths(groups, config.data.max_prompt_tokens),
             **self._rounds(filled, rows),
             **self._engine_stats.metrics(full=config.rollout.log_stats),
+            **measure.summarise_workers(self._worker_seconds),
             **synced,
             **self._times(response, total),
         }
@@ -205,12 +207,10 @@ class Run:
             for need, (name, role) in wanted.items():
                 if need not in beside:
                     with self._phase(name):
-                        rows = self._annotate(role, need, rows)
+                        rows = self._annotate(name, role, need, rows)
             for need, started in beside.items():
                 name, role = wanted[need]
-                annotated = self._finish(name, started, rows, self.console.phase_progress)
-                self._pads[role] += annotated.pad_tokens
-                rows = annotated.rows
+                rows = self._note_passes(name, role, self._finish(name, started, rows, self.console.phase_progress))
         return rows
 
     def _update_all(self, rows: Sequence[AnyRow], steps_before: int) -> Metrics:
@@ -250,9 +250,12 @@ class Run:
         self.console.seconds[name] = started.seconds  # all that it took, not only what others had to wait for it
         return found
 
-    def _annotate(self, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
-        annotated = self.crew.annotate(role, field, rows, self.console.phase_progress)
+    def _annotate(self, phase: str, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
+        return self._note_passes(phase, role, self.crew.annotate(role, field, rows, self.console.phase_progress))
+
+    def _note_passes(self, phase: str, role: str, annotated: AnnotatedRows) -> list[Any]:
         self._pads[role] += annotated.pad_tokens
+        self._worker_seconds.setdefault(phase, []).append(annotated.seconds)
         return annotated.rows
 
     def _take(self, cursor: Cursor, count: int) -> tuple[tuple[Any, ...], Cursor]:
@@ -286,9 +289,11 @@ class Run:
         """One group for each prompt, with the scores of its samples."""
         with self._phase("rollout"):
             groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
-            self._engine_stats += self.crew.rollout_stats()
+            engines = self.crew.stats_of_engines()
+            self._engine_stats += reduce(EngineStats.beside, engines)
+            self._worker_seconds.setdefault("rollout", []).append([each.seconds for each in engines])
         with self._phase("reward"):
-            judge = partial(self._annotate, "reward_model", "values")
+            judge = partial(self._annotate, "reward", "reward_model", "values")
             assert self.parts.samples
             scores = self.parts.samples.score(groups, judge, self.console.warn)
         self._require_folder()  # reward functions can change its modes

@@ -26,7 +26,7 @@ from fulltilt.cluster.here import cluster_here, device_name, devices_of, free_me
 from fulltilt.cluster.hosts import WorkerError
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.hardware import Cluster
-from fulltilt.loop.opening import freeze_existing_objects, prober_for
+from fulltilt.loop.opening import foreseen, freeze_existing_objects, prober_for
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -36,6 +36,7 @@ from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.tune import overlay as overlays
+from fulltilt.tune.description import AS_MODELLED, Calibration
 from fulltilt.tune.overlay import Applied, Overlay, Trial, TunedFor, tuned_for
 from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_of, with_settings
 from fulltilt.words import first_line, many
@@ -89,6 +90,7 @@ class Candidate:
     tokens: list[float] = field(default_factory=list)
     response: list[float] = field(default_factory=list)  # mean tokens of responses
     peak: int | None = None  # bytes of the device
+    calibration: Calibration = AS_MODELLED  # what its probe has said of the devices
     failed: str = ""
 
     @property
@@ -113,7 +115,7 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
         say("measuring auto")
         take_turn(config, auto, steps)  # its responses are what others are predicted for
         seen = response if response is not None or not auto.response else sum(auto.response) / len(auto.response)
-        found = proposals(config, shape, cluster, seen, finalists)
+        found = proposals(config, shape, cluster, seen, finalists, auto.calibration)
         say(in_words(found))
         auto.predicted_s = found.auto.seconds.total
         others = [Candidate(own.knobs, own.prediction.seconds.total) for own in found.finalists if own.knobs][:finalists]
@@ -147,20 +149,22 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
     return Tuning(Overlay(best, made, tuple(trials)), found)
 
 
-def proposals(config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int) -> SearchResult:
+def proposals(
+    config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int, calibration: Calibration = AS_MODELLED
+) -> SearchResult:
     """The fastest settings by prediction, `auto` perhaps among them."""
-    kind = "cpu" if cluster.gpu.is_cpu else "cuda"
 
     def mistakes(checked: Config) -> list[str]:
         workers = checked.cluster.model_copy(update={"workers": max(1, cluster.gpus // checked.cluster.nodes)})
-        return wrong_settings(checked.model_copy(update={"cluster": workers}), build(checked), kind)
+        return wrong_settings(checked.model_copy(update={"cluster": workers}), build(checked), cluster.gpu.device)
 
     known = mistakes(config)  # that devices are not here, for example
 
     def rules(checked: Config) -> list[str]:
         return [text for text in mistakes(checked) if text not in known]
 
-    return search(SettingsPredictor(config, shape, cluster, response, rules), space_of(config, shape, cluster, response), finalists + 1)
+    predictor = SettingsPredictor(config, shape, cluster, response, rules, calibration)
+    return search(predictor, space_of(config, shape, cluster, response), finalists + 1)
 
 
 def in_words(found: SearchResult) -> str:
@@ -200,6 +204,7 @@ def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
 def make_steps(config: Config, candidate: Candidate, count: int) -> None:
     parts = assemble(config, probe=prober_for(config))  # as a run would
     try:
+        candidate.calibration = foreseen(config, parts).calibration
         console = Console(quiet=True, stdout=sys.stderr, terminal=False)
         store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
         run = Run(config, parts, store, Progress(), console, Loggers(console.warn))

@@ -35,6 +35,7 @@ import torch
 from fulltilt.model.arrays import local
 from fulltilt.observe.health import MEMORY
 from fulltilt.observe.metrics import TIMING_NAMES
+from fulltilt.words import in_bytes
 
 # Activations are listed where they are offloaded, for their host memory; the allocator measures those on the device.
 Kind = Literal["parameters", "gradients", "optimizer", "kv", "activations"]
@@ -112,6 +113,13 @@ class Account:
                     side = on_device if tensor.device.type == self.device.type else on_host
                     side[kind] += storage.nbytes()
         return HeldBytes(on_device, on_host)
+
+    def explain(self, reported: str) -> str:
+        """What was reported when memory ran out, with what is held beside the work that failed."""
+        held = self.held().device
+        kinds = ", ".join(f"{kind} {in_bytes(count)}" for kind, count in held.items() if count)
+        of = f", on a device of {in_bytes(self.device_bytes)}" if self._counted else ""
+        return f"{reported.rstrip('.')}. Held beside that work: {kinds}{of}." if reported and kinds else reported
 
     @property
     def peak_bytes(self) -> int | None:

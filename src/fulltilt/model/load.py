@@ -2,9 +2,9 @@
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
 tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised) and is a finite number; remote code runs
-only if asked for; end tokens are all that the generation config, the model config or the tokenizer name. Whatever transformers raises for
-the content of a folder or a hub's files is a UserError of one line, with the original error as its cause. A failure of our own code, or
-of memory, is passed on as it is.
+only if asked for; inside `at_commits` a hub name stands for one commit, whatever the hub has since; end tokens are all that the generation
+config, the model config or the tokenizer name. Whatever transformers raises for the content of a folder or a hub's files is a UserError of
+one line, with the original error as its cause. A failure of our own code, or of memory, is passed on as it is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 # A line of transformers' report on tensors that have another shape than the architecture's.
 MISMATCH = re.compile(r"^(\S.*?)\s*\|\s*MISMATCH.*?ckpt: torch\.Size\((.*?)\) vs model:\s*torch\.Size\((.*?)\)", re.MULTILINE)
+_commits: ContextVar[Mapping[str, str]] = ContextVar("commits", default=MappingProxyType({}))  # by hub name, inside `at_commits`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -203,11 +206,36 @@ def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str, 
 
 
 def origin(config: ModelConfig, source: str) -> dict[str, Any]:
-    """Options for loading `source` with transformers. The revision belongs to `model.path` and to nothing else."""
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if source == config.path and config.revision:
-        options["revision"] = config.revision
-    return options
+    """Options for loading `source` with transformers."""
+    return {"trust_remote_code": config.trust_remote_code, **revision_of(config, source)}
+
+
+def revision_of(config: ModelConfig, source: str) -> dict[str, str]:
+    """The option that names a hub's revision: the commit of `at_commits`; otherwise `model.revision`, which belongs to `model.path` and to
+    nothing else."""
+    revision = _commits.get().get(source) or (config.revision if source == config.path else None)
+    return {"revision": revision} if revision else {}
+
+
+def commits_of(config: ModelConfig, paths: Mapping[str, str]) -> dict[str, str]:
+    """For each of these values of settings that is a hub name, the commit that its revision stands for now. `paths`: by the settings."""
+    found: dict[str, str] = {}
+    for key, source in paths.items():
+        if source not in found and not Path(source).is_dir():
+            commit = getattr(read_config(config, source, key), "_commit_hash", None)
+            found |= {source: commit} if commit else {}  # some hubs do not tell it
+    return found
+
+
+@contextlib.contextmanager
+def at_commits(commits: Mapping[str, str]) -> Iterator[None]:
+    """Inside, hub names stand for these commits: a branch may move while a run starts, and the caches of two machines may have found it at
+    different commits."""
+    token = _commits.set(commits)
+    try:
+        yield
+    finally:
+        _commits.reset(token)
 
 
 def load_tokenizer(
@@ -254,7 +282,7 @@ def read_config(config: ModelConfig, path: str | None = None, key: str = "model.
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends a response, from the model's configuration files."""
     named: list[Any] = [tokenizer.eos_token_id]
-    options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
+    options: dict[str, Any] = revision_of(config, config.path)
     if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
         reads = reading(f"the generation config of {config.path} could not be loaded", "model.path", config.path, "generation_config.json")
         with reads, contextlib.suppress(EntryNotFoundError):  # many models have none

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from fulltilt.model.attention import Context, Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.load import origin, read_model, refuse_not_finite
+from fulltilt.model.load import read_model, refuse_not_finite, revision_of
 from fulltilt.model.stored import stored_weights
 from fulltilt.model.verify import verify
 from fulltilt.records import UserError
@@ -126,7 +126,7 @@ def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.T
 def stored_file(source: str, name: str, config: ModelConfig) -> Path | None:
     """A file of the model's folder or, for a hub name, of the hub's cache, which loading the body has filled."""
     try:
-        found = cached_file(source, name, revision=origin(config, source).get("revision"))
+        found = cached_file(source, name, **revision_of(config, source))
     except OSError:
         return None
     return Path(found) if found else None

@@ -39,6 +39,7 @@ _STEP_FIELDS = (
     ("lr {:.2g}", ("actor/lr",), 7),
     ("{:.0f} tok/s", ("perf/throughput",), 6),
     ("load spread {:.2f}", ("actor/load_spread",), 8),
+    ("rollout spread {:.2f}", ("rollout/time_spread",), 9),
 )
 _LARGE_PHASE, _MOST_PHASES = 0.1, 3  # a phase is shown from this share of the step's time on, and at most so many
 _REDRAW_S = 0.1

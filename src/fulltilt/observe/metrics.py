@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -349,6 +350,19 @@ def summarise_time(
         "perf/time_per_step": step_seconds,
         **({"perf/throughput": total_tokens / step_seconds / devices} if step_seconds > 0 else {}),
     }
+
+
+def summarise_workers(seconds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """How long the slowest of several workers took for a phase, and all of them on average. `seconds`: by phase those of each worker, of
+    each call in the step; the slowest may be another one in each call."""
+    found: dict[str, float] = {}
+    for phase, calls in seconds.items():
+        if len(calls[0]) > 1:
+            slowest, average = sum(map(max, calls)), sum(map(fmean, calls))
+            name = f"timing_s/workers/{TIMING_NAMES[phase]}"
+            found |= {f"{name}/max": slowest, f"{name}/mean": average}
+            found |= {"rollout/time_spread": slowest / average} if phase == "rollout" and average else {}
+    return found
 
 
 def count_tokens(groups: Sequence[AnyGroup]) -> tuple[int, int]:

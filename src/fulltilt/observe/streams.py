@@ -140,6 +140,15 @@ def quiet_libraries() -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
 ) -> None:
-    ours = issubclass(category, RunWarning)
-    if ours or (os.path.isfile(filename) and not filename.startswith(LIBRARIES)):
-        print(printable(f"warning: {message}" if ours else f"warning: {filename}:{lineno}: {message}"), file=file or sys.stderr)
+    text = text_for_user(message, category, filename, lineno)
+    if text is not None:
+        print(printable(f"warning: {text}"), file=file or sys.stderr)
+
+
+def text_for_user(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> str | None:
+    """What to show of a warning; None: it is that of a library, and about no file of the user's."""
+    if issubclass(category, RunWarning):
+        return str(message)
+    if os.path.isfile(filename) and not filename.startswith(LIBRARIES):
+        return f"{filename}:{lineno}: {message}"
+    return None

@@ -6,23 +6,20 @@ else stays whole, and the same object. Guaranteed: each worker calls the model o
 than the others, and gets what the whole model computes for them. No token is dropped: a worker receives as many rows as routers send it,
 and an expert's rows are in the order of workers and tokens, as if one process had the tokens of all. All workers of a group must make the
 same passes; one that has nothing to compute runs a filler. Every collective runs in the model's own order and again in a recomputed layer.
+A worker that has run out of memory goes on with them until the others have ended their passes: it sends no rows but those that it has
+announced, which are zeros, and zeros in place of the results that others wait for.
 
 Gradients: what a worker finds for its experts is that of the tokens of its whole group; it is to be summed over the workers that have the
 same experts in other groups. What it finds for any other parameter is that of its own tokens; it is to be summed over all workers.
 
-    a layer, in training        forward                         backward
+    a layer                     forward                         backward
     number of rows              all-to-all, the host reads it   -
     rows to their experts       all-to-all                      all-to-all, back
     results to their tokens     all-to-all                      all-to-all, back
-
-In a pass without gradients in which all workers of the group have equally many tokens (`ExpertSplit.equal_tokens`), the host need not know
-how many rows go where, so that a CUDA graph can hold the layer: all tokens are gathered, every worker computes the rows of its experts,
-the others being masked, and sums of the results are dealt out (reduce-scatter).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,12 +33,11 @@ from fulltilt.model.experts import SPLIT, Route, SplitExperts, has_interface, pr
 from fulltilt.model.load import shape_of
 from fulltilt.parallel.cuts import Cut, require_legal_experts
 from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
-from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.sequence import exchange
-from fulltilt.parallel.slices import SliceTable, whole_adapter_cuts
+from fulltilt.parallel.slices import REMEDY, SliceTable, whole_adapter_cuts
 
 KEY = "train.expert_parallel"
-REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
 
 
 # ---- splitting a model -----------------------------------------------------------------------------------------------------------------
@@ -51,29 +47,19 @@ REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
 class ExpertSplit(ModelPart):
     """A model whose experts are divided among the workers of a group, as this worker has it."""
 
-    exchange: ExpertExchange
-
     @property
     def names(self) -> frozenset[str]:
         """The parameters that are cut: their gradients are those of the whole group's tokens."""
         return frozenset(name for name, cut in self.table.cuts.items() if not cut.shared)
 
-    @contextlib.contextmanager
-    def equal_tokens(self) -> Iterator[None]:
-        """Passes without gradients inside have equally many tokens on all workers of the group, and wait for no device."""
-        before, self.exchange.equal = self.exchange.equal, True
-        try:
-            yield
-        finally:
-            self.exchange.equal = before
-
 
 @torch.no_grad()
-def split_experts(model: torch.nn.Module, ranks: Ranks) -> ExpertSplit:
-    """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made."""
+def split_experts(model: torch.nn.Module, ranks: Ranks, key: str = KEY) -> ExpertSplit:
+    """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made. `key`: the setting that gives
+    their number, for messages."""
     assert not ranks.alone
-    found = ExpertSplit(model, expert_table(model, ranks.size), ranks, shapes_of(model), ExpertExchange(ranks))
-    hand_over(model, found.exchange, ranks.size)
+    found = ExpertSplit(model, expert_table(model, ranks.size, key=key), ranks, shapes_of(model))
+    hand_over(model, ExpertExchange(ranks), ranks.size)
     cut_parameters(model, found.table, ranks.rank)
     return found
 
@@ -87,21 +73,23 @@ def hand_over(model: torch.nn.Module, runner: SplitExperts, size: int) -> None:
         setattr(module, SPLIT, runner)
 
 
-def expert_table(model: torch.nn.Module, size: int) -> SliceTable:
+def expert_table(model: torch.nn.Module, size: int, *, key: str = KEY, remedy: str | None = None) -> SliceTable:
     """How a whole model's parameters are cut: those of experts, with their adapters, by expert. Modules whose experts could not be found in
-    their parameters are refused."""
-    require_legal_experts(shape_of(model.config), size, KEY)  # type: ignore[arg-type]
+    their parameters are refused. `key` and `remedy`: as in `slice_table`."""
+    require_legal_experts(shape_of(model.config), size, key)  # type: ignore[arg-type]
+    otherwise = REMEDY.format(remedy or key)
     cuts = {name: Cut.whole(len(parameter), size) for name, parameter in model.named_parameters(remove_duplicate=False)}
     modules = list(expert_modules(model))
     if not modules:
-        raise UnsupportedModel(f"{type(model).__name__} does not keep its experts in stacks, so they cannot be divided. {REMEDY}")
+        raise UnsupportedModel(f"{type(model).__name__} does not keep its experts in stacks, so they cannot be divided. {otherwise}")
     for prefix, module in modules:
         assert runs_here(module) and not hasattr(module, SPLIT), f"{prefix} does not run through run_experts, or is divided already"
         stacks = {f"{name}{end}" for name in projections(module) for end in ("", "_bias")}
         for leaf, parameter in module.named_parameters():
             if leaf not in stacks or len(parameter) != module.num_experts or module.num_experts % size:
                 raise UnsupportedModel(
-                    f"{prefix}.{leaf} ({type(module).__name__}) of the shape {list(parameter.shape)} cannot be divided by expert. {REMEDY}"
+                    f"{prefix}.{leaf} ({type(module).__name__}) of the shape {list(parameter.shape)} cannot be divided by expert. "
+                    f"{otherwise}"
                 )
             cuts[f"{prefix}.{leaf}"] = Cut.rows(len(parameter), size)
     for prefix, layer in stacked_adapters(model):
@@ -128,30 +116,47 @@ class ExpertExchange:
     """Runs the experts of a layer with those of the other workers. Worker i has the i-th stretch of every layer's experts."""
 
     ranks: Ranks
-    equal: bool = False  # whether all workers have equally many tokens in passes without gradients
+    waits: bool = field(default=True, init=False)  # the host reads how many rows go where, which no CUDA graph can hold
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertExchange:
         return self  # a copy of the model uses the same group
 
-    @property
-    def waits(self) -> bool:
-        return not self.equal
-
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """`chosen` [T, k] counts the experts of all workers."""
-        if self.equal and not torch.is_grad_enabled():
-            return self._run_gathered(module, hidden_states, chosen, shares)
+        if self.ranks.progress.dropped:
+            return self._run_nothing(module, hidden_states, shares)
         return self._run_sent(module, hidden_states, chosen, shares)
 
     def _run_sent(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         size, experts = self.ranks.size, module.num_experts
         home = Route.of(chosen, size * experts)  # in the order of experts, and so of workers
         sent = torch.diff(home.ends, prepend=home.ends.new_zeros(1)).view(size, experts)
-        received = exchange(sent, self.ranks)  # rows that come from each worker for each expert
-        out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks)
+        received, out, back = self._announce(module, sent)
+        rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks, "rows")
         results = self._run_own(module, rows, received)
-        return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks)), shares).to(hidden_states.dtype)
+        return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks, "results")), shares).to(hidden_states.dtype)
+
+    def _run_nothing(self, module: Any, hidden_states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Zeros, with gradients of zero for all that `_run_sent` has gradients for. Experts compute nothing."""
+        none = hidden_states.new_zeros(self.ranks.size, module.num_experts, dtype=torch.int32)  # the type of `Route.ends`
+        _, out, back = self._announce(module, none)
+        rows = _SentNothing.apply(hidden_states, out, back, self.ranks, "rows")
+        results = _SentNothing.apply(self._run_own(module, rows, none), back, out, self.ranks, "results")
+        return weighted_sum(F.pad(results, (0, 0, 0, shares.numel())), shares).to(hidden_states.dtype)
+
+    def _announce(self, module: Any, sent: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Tell each worker how many rows it gets for each of its experts [size, experts]. Returns how many come from each worker, and
+        the sums that go to each worker and come from it. A worker that has given the pass up keeps to what it told for this layer: others
+        expect the same where the layer is recomputed."""
+        progress = self.ranks.progress
+        with progress.collective("announcement") as takes_part:
+            if takes_part:
+                if progress.dropped and module in progress.told:
+                    sent, _ = progress.told[module]
+                progress.told[module] = sent, exchange(sent, self.ranks)
+        sent, received = progress.told[module]
+        out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        return received, out, back
 
     def _run_own(self, module: Any, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """Each row through its expert, which is one of this worker's. Rows come in the order of workers and experts, as many as `received`
@@ -163,23 +168,6 @@ class ExpertExchange:
         numbers = torch.arange(experts, device=rows.device).repeat(self.ranks.size)
         here = Route.of(numbers.repeat_interleave(received.flatten(), output_size=len(rows)), experts)
         return here.unsort(run_sorted(module, here.sort(rows), here))
-
-    def _run_gathered(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(shares.dtype, torch.float32)
-        tokens = self._gather(hidden_states)
-        chosen, shares = self._gather(torch.cat([chosen.to(wide), shares.to(wide)], dim=1)).chunk(2, dim=1)  # numbers of experts are exact
-        sums = weighted_sum(run_stretch(module, tokens, chosen, self.ranks.rank).to(wide), shares).contiguous()
-        found = sums.new_empty(hidden_states.shape)
-        self.ranks.moved["reduce-scatter"] += sums.nbytes
-        reduce_into(found, sums, group=self.ranks.group)
-        return found.to(hidden_states.dtype)
-
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The rows of all workers, which have equally many."""
-        found = own.new_empty(self.ranks.size * len(own), own.shape[1])
-        self.ranks.moved["all-gather"] += found.nbytes
-        gather_into(found, own.contiguous(), group=self.ranks.group)
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,11 +196,37 @@ class _Sent(torch.autograd.Function):
     """Rows to other workers, as many as `out` says for each, and theirs to this one, as many as `back` says. Gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks) -> torch.Tensor:
-        ctx.out, ctx.back, ctx.ranks = out, back, ranks
-        return exchange(rows, ranks, (out, back))
+    def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks, what: str) -> torch.Tensor:
+        ctx.out, ctx.back, ctx.ranks, ctx.what = out, back, ranks, what
+        with ranks.progress.collective(what):
+            return exchange(rows, ranks, (out, back))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchange(of_rows, ctx.ranks, (ctx.back, ctx.out)), None, None, None
+        with ctx.ranks.progress.collective(f"gradients of {ctx.what}"):
+            return exchange(of_rows, ctx.ranks, (ctx.back, ctx.out)), None, None, None, None
+
+
+class _SentNothing(torch.autograd.Function):
+    """In place of `_Sent`: zeros go to other workers, as many rows as they expect, and what comes from them is dropped. The result has no
+    rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks, what: str) -> torch.Tensor:
+        ctx.out, ctx.back, ctx.ranks, ctx.what, ctx.count = out, back, ranks, what, len(rows)
+        return exchange_nothing(rows, ranks, (out, back), what)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange_nothing(of_rows, ctx.ranks, (ctx.back, ctx.out), f"gradients of {ctx.what}")
+        return of_rows.new_zeros(ctx.count, of_rows.shape[1]), None, None, None, None
+
+
+def exchange_nothing(like: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Sequence[int]], what: str) -> torch.Tensor:
+    """No rows, after an exchange of zeros if this worker has not made it before."""
+    with ranks.progress.collective(what) as takes_part:
+        if takes_part:
+            exchange(like.new_zeros(sum(counts[0]), like.shape[1]), ranks, counts)
+        return like.new_zeros(0, like.shape[1])

@@ -5,7 +5,8 @@ So a worker that runs out of memory in the middle of one makes another over a fi
 that it has made already, and takes part in the others. What the workers compute from them means nothing, and all of them drop it.
 
 Where workers compute a micro-batch together, their collectives are as large as the micro-batch: there the worker sends zeros in place of
-what it has for its filler, for as many tokens as the others expect.
+what it has for its filler, for as many tokens as the others expect. Where workers tell one another how many rows they will send, a worker
+that has told it keeps to that, with rows of zeros.
 
 Enters: where passes and collectives begin. Leaves: which collectives a worker takes part in. Guaranteed: in every pass each collective is
 made once, whether the pass was given up or not. No tensor is seen here.
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Given = TypeVar("Given")  # a micro-batch
 
@@ -34,6 +35,8 @@ class PassProgress:
     begun: int = 0  # passes, without those that complete one that was given up
     in_doubt: bool = False  # whether a collective has failed: nobody knows whether the other workers have what they need of it
     made: Counter[Hashable] = field(default_factory=Counter)  # collectives of the pass that began last
+    dropped: bool = False  # whether this worker has given a pass up: what it computes until the last pass is dropped
+    told: dict[Hashable, Any] = field(default_factory=dict)  # what workers have told one another in the pass that began last, by where
     tokens: int | None = None  # the size of this worker's part of the micro-batch that a filler stands for; None: no filler
     _left_out: Counter[Hashable] | None = None  # collectives that the completing pass leaves out; None: there is no such pass
 
@@ -42,6 +45,7 @@ class PassProgress:
         if self._left_out is None:
             self.begun += 1
             self.made.clear()
+            self.told.clear()
 
     @contextlib.contextmanager
     def collective(self, what: Hashable) -> Iterator[bool]:
@@ -111,14 +115,17 @@ class JointPasses(Generic[Given]):
         """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind over a filler, in place of the
         micro-batch that is given, where other workers compute it too."""
         passes = [*self._given, *[None] * (self.agreed - len(self._given))]
-        begun = self._progress.begun - self._before
-        if passes and begun:
-            with contextlib.ExitStack() as stack:
-                for model in self._models:  # first, since it knows of more collectives to leave out
-                    stack.enter_context(model.completing())
-                stack.enter_context(self._progress.completing())
-                make_pass(passes[begun - 1])
-            yield
-        for given in passes[begun:]:
-            make_pass(given)
-            yield
+        begun, self._progress.dropped = self._progress.begun - self._before, True
+        try:
+            if passes and begun:
+                with contextlib.ExitStack() as stack:
+                    for model in self._models:  # first, since it knows of more collectives to leave out
+                        stack.enter_context(model.completing())
+                    stack.enter_context(self._progress.completing())
+                    make_pass(passes[begun - 1])
+                yield
+            for given in passes[begun:]:
+                make_pass(given)
+                yield
+        finally:
+            self._progress.dropped = False

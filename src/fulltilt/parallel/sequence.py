@@ -106,7 +106,7 @@ def exchange(parts: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Seq
     found = torch.empty_like(given) if received is None else given.new_empty(sum(received), *given.shape[1:])
     with ranks.progress.sending():
         dist.all_to_all_single(found, given, received, sent, group=ranks.group)
-    return found.to(parts.device)
+        return found.to(parts.device)
 
 
 class Gathered(torch.autograd.Function):

@@ -28,8 +28,8 @@ from fulltilt.model.load import shape_of
 from fulltilt.model.scalar import ScalarModel, decoder_layers
 from fulltilt.parallel.cuts import Cut, CutSection, even, expert_counts, require_legal, require_legal_experts, vocabulary_rows
 
-KEY, EXPERTS_KEY = "train.tensor_parallel", "train.expert_parallel"
-REMEDY = f"Set {KEY} = 1, or use a model of another architecture"
+KEY = "train.tensor_parallel"
+REMEDY = "Set {} = 1, or use a model of another architecture"
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"), ("o_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 ROUTERS = ("gate", "shared_expert_gate")  # they choose experts for all tokens on every member
@@ -74,16 +74,20 @@ def join(cut: Cut, parts: Sequence[torch.Tensor], *, add: bool = False) -> torch
     return whole
 
 
-def slice_table(model: torch.nn.Module, size: int, *, whole_experts: bool = False) -> SliceTable:
-    """The table of a whole model, with its adapters. `whole_experts`: each member has some of the experts, and not a part of every one."""
+def slice_table(model: torch.nn.Module, size: int, *, whole_experts: bool = False, key: str = KEY, remedy: str | None = None) -> SliceTable:
+    """The table of a whole model, with its adapters. `whole_experts`: each member has some of the experts, and not a part of every one.
+    `key`: the setting that gives the size, for messages. `remedy`: the setting that leaves this model whole, if it is another one."""
     shape = shape_of(model.config)  # type: ignore[arg-type]
-    require_legal(shape, size, KEY, whole_experts=whole_experts)
+    require_legal(shape, size, key, whole_experts=whole_experts)
     if whole_experts and expert_counts(shape):
-        require_legal_experts(shape, size, EXPERTS_KEY)
+        require_legal_experts(shape, size, key.replace("tensor_parallel", "expert_parallel"))
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied embedding has two names
-    blocks = {module: block for block in parallel_blocks(model) for module in block.modules()}
     plain = {name: parameter for name, parameter in parameters.items() if ".lora_" not in name}
-    cuts = {name: cut_of(model, blocks, name, parameter, size, whole_experts=whole_experts) for name, parameter in plain.items()}
+    try:
+        blocks = {module: block for block in parallel_blocks(model) for module in block.modules()}
+        cuts = {name: cut_of(model, blocks, name, parameter, size, whole_experts=whole_experts) for name, parameter in plain.items()}
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}. {REMEDY.format(remedy or key)}") from None
     if len(cuts) < len(parameters):
         cuts |= adapter_cuts(model, cuts, size)
     return SliceTable(size, {name: cuts[name] for name in parameters})
@@ -185,7 +189,7 @@ def embeddings_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def parallel_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The attention and feed-forward layers: members compute parts of their results."""
-    for layer in decoder_layers(model, f"it cannot be divided. {REMEDY}"):
+    for layer in decoder_layers(model, "it cannot be divided"):
         yield from (block for block in layer.children() if any(is_cut_by_columns(name) for name, _ in block.named_parameters()))
 
 
@@ -201,4 +205,4 @@ def head_counts(block: Any) -> tuple[int, int]:
 
 
 def refusal(name: str, module: torch.nn.Module) -> UnsupportedModel:
-    return UnsupportedModel(f"{name} ({type(module).__name__}) cannot be divided among the members of a tensor-parallel group. {REMEDY}")
+    return UnsupportedModel(f"{name} ({type(module).__name__}) cannot be divided among the members of a tensor-parallel group")

@@ -55,7 +55,7 @@ from fulltilt.parallel.experts import OwnExperts, hand_over
 from fulltilt.parallel.layout import EXCHANGE_BYTES
 from fulltilt.parallel.parts import ModelPart, cut_parameters, shapes_of
 from fulltilt.parallel.ranks import Ranks, gather_into, no_bytes, reduce_into
-from fulltilt.parallel.slices import body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
+from fulltilt.parallel.slices import KEY, body_of, embeddings_of, head_counts, is_cut_by_columns, parallel_blocks, slice_table
 
 THROUGH_THE_HOST = "the members of its tensor-parallel group exchange numbers through the host (gloo)"
 
@@ -123,10 +123,21 @@ class TokenExchange:
         return found.view(*parts.shape[:-2], len(found), -1)
 
     def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over members, in the memory of `parts` where that is contiguous."""
+        """The sum over members, in the memory of `parts` where that is contiguous. In a pass over a filler: zeros, as many as the others
+        expect."""
+        with self.ranks.progress.collective("sum all tokens") as takes_part:
+            expected = self.ranks.progress.tokens
+            if takes_part and expected is None:
+                return self._all_reduce(parts)
+            if takes_part and expected is not None:
+                self._all_reduce(parts.new_zeros(expected, parts.shape[-1]))
+            return torch.zeros_like(parts)
+
+    def _all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
         found = parts.contiguous()
         self.moved["all-reduce"] += found.nbytes
-        dist.all_reduce(found, group=self.ranks.group)
+        with self.ranks.progress.sending():
+            dist.all_reduce(found, group=self.ranks.group)
         return found
 
     def most(self, tensor: torch.Tensor) -> None:
@@ -146,10 +157,13 @@ class TokenExchange:
 
     def stack(self, own: torch.Tensor) -> torch.Tensor:
         """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
-        found = own.new_empty(self.ranks.size, *own.shape)
-        self.moved["all-gather"] += found.nbytes
-        gather_into(found.view(-1), own.detach().reshape(-1), group=self.ranks.group)
-        return found
+        with self.ranks.progress.collective("stack") as takes_part:
+            found = own.new_empty(self.ranks.size, *own.shape)
+            if takes_part:
+                self.moved["all-gather"] += found.nbytes
+                with self.ranks.progress.sending():
+                    gather_into(found.view(-1), own.detach().reshape(-1), group=self.ranks.group)
+            return found
 
     @contextlib.contextmanager
     def counted_apart(self) -> Iterator[Callable[[], None]]:
@@ -266,11 +280,12 @@ class TensorSplit(ModelPart):
 
 
 @torch.no_grad()
-def split(model: torch.nn.Module, ranks: Ranks, *, whole_experts: bool = False) -> TensorSplit:
+def split(model: torch.nn.Module, ranks: Ranks, *, whole_experts: bool = False, key: str = KEY) -> TensorSplit:
     """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
-    optimizer is made. `whole_experts`: each member has some of the experts, if there are any, and not a part of every one."""
+    optimizer is made. `whole_experts`: each member has some of the experts, if there are any, and not a part of every one. `key`: the
+    setting that gives the number of members, for messages."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
-    table = slice_table(model, ranks.size, whole_experts=whole_experts)
+    table = slice_table(model, ranks.size, whole_experts=whole_experts, key=key)
     found = TensorSplit(model, table, ranks, shapes_of(model), TokenExchange(ranks), whole_experts)
     if whole_experts:
         hand_over(model, OwnExperts(ranks.rank), ranks.size)

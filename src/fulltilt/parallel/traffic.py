@@ -1,14 +1,19 @@
 """What the collectives of a step move, predicted.
 
-Enters: what each role does in a step (`RoleWork`), what workers share out, and where workers hold the rows, which of them go where
-(`RowTraffic`). Leaves: bytes by kind of collective, as `Ranks.moved` counts them; where workers move different numbers of bytes, those of
-the worker that moves most of the kind. Guaranteed: arithmetic alone, equal to the count for steps whose gradients are finite (one that is
-skipped gathers nothing), if a gradient reaches every layer.
+Enters: what each role does in a step (`RoleWork`), what workers share out, where workers hold the rows, which of them go where
+(`RowTraffic`), and where workers sample together, the passes of their rollout (`RolloutWork`). Leaves: bytes by kind of collective, as
+`Ranks.moved` counts them; where workers move different numbers of bytes, those of the worker that moves most of the kind. Guaranteed:
+arithmetic alone, equal to the count for steps in which no memory runs out and gradients are finite (a step that is skipped gathers
+nothing), if a gradient reaches every layer.
 
 Recompute does not change what is moved for parameters that are shared out: they are gathered for the backward pass anyway. Collectives
 inside layers, those of Ulysses (`ulysses_pass`), of tensor parallelism (`tensor_pass`) and of expert parallelism (`expert_pass`), run again
 in layers that are computed again. How many rows a worker gets for its experts is the routers' choice: it is given, or taken to be as many
 as the worker sends, which is exact for the sum over the workers of a group (`most_received` is the bound for one).
+
+Which passes a rollout makes follows from the lengths of prompts and responses, and from what the engine's scheduler admits when: they are
+given (`PrefillPass`, `DecodePass`). Of decoding steps only the sum of their rows counts: on a CPU, where no sample is put back, one row for
+every token of a response but the first, which a prefill pass draws.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from fulltilt.parallel.cuts import vocabulary_rows
 from fulltilt.parallel.entries import COUNT, KIND, MOST_NUMBERS, NUMBER_BYTES, NUMBERS_ENTRY, ROW_ENTRY, TOKEN_BYTES
 from fulltilt.parallel.holdings import gathered_layouts
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
@@ -29,6 +35,9 @@ NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parame
 FAILED = 8  # bytes of what says whether a worker has run out of memory
 ROW_COUNT = 4  # bytes of a number of rows that go to an expert
 PASSES = 8  # bytes of a number of passes that workers agree on, where all must make as many
+CAPTURED = 8  # bytes of what says whether a member that samples has failed to capture a CUDA graph
+RUNS_OF_CAPTURE = 2  # how often a step runs before it is captured as a CUDA graph
+LOOK = 2 * 8  # bytes of what members that sample say before a pass: whether to stop, and whether an answer of the driver is missing
 COLUMNS, ROUTER = ("o_proj", "down_proj"), "shared_expert_gate"  # projections that tensor parallelism cuts by columns, or leaves whole
 WHITENING = 5  # sums, or numbers of all workers, that whitening asks for: two counts, the ends, the sum, the sum of squares
 
@@ -132,6 +141,37 @@ class RoleWork:
 
 
 @dataclass(frozen=True)
+class PrefillPass:
+    """A pass over prompts, and over samples that were put back and go on."""
+
+    tokens: int  # the sum over all of them, without tokens whose keys and values are in the cache already
+    drawn: int  # rows of logits: one for each prompt or sample that ends in the pass, and one for all samples of a group
+
+
+@dataclass(frozen=True)
+class DecodePass:
+    """Decoding steps between two looks of the host.
+
+    Example, three samples for four steps: DecodePass([3, 3, 2, 1]) on a CPU if two of them end, and DecodePass([3] * 4) on CUDA.
+    """
+
+    steps: Sequence[int]  # samples that each step computes: those that still run, on CUDA also those that have ended since the host looked
+
+
+@dataclass(frozen=True)
+class RolloutWork:
+    """A rollout by groups whose members have a part of every layer each (`rollout.tensor_parallel`). The caller gives every pass of every
+    group, in which no memory runs out. Experts, in parts or whole on members, and whether embeddings are tied make no difference."""
+
+    shape: Shape
+    size: int  # members of a group
+    itemsize: int  # bytes of a number that the engine's model computes with
+    passes: Sequence[Sequence[PrefillPass | DecodePass]]  # those of each group
+    graphs: Sequence[int] = ()  # batch sizes of CUDA graphs, ascending, to which decoding steps are filled up; none: no graphs
+    captures: Sequence[int] = ()  # batch sizes of the graphs that each group captures in the rollout
+
+
+@dataclass(frozen=True)
 class Trip:
     """A row's way from the worker that holds it to the one that computes with it."""
 
@@ -173,8 +213,11 @@ class RowTraffic:
         return found
 
 
-def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None) -> Counter[str]:
-    """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines."""
+def predict(
+    roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | None = None, rollout: RolloutWork | None = None
+) -> Counter[str]:
+    """Bytes on each worker in a step. `rows`: given where workers hold them, as on several machines. `rollout`: given where workers sample
+    together; others move nothing in a rollout."""
     found: Counter[str] = Counter()
     for role in roles:
         found += of_parameters(role, sharding) + of_sync(role, sharding)
@@ -182,8 +225,12 @@ def predict(roles: Sequence[RoleWork], sharding: Sharding, rows: RowTraffic | No
         sum((of_passes(role, sharding, rank) + of_steps(role, sharding, rank) for role in roles), Counter[str]())
         for rank in range(sharding.workers)
     ]
+    # Members with different parts of the layers make the same passes, but may sample in other groups than they learn in.
+    members = max((role.tensor.size for role in roles if role.tensor), default=1)
+    learned = [own for own in streams for _ in range(members)]
     parcels = [Counter({KIND: count}) for count in rows.sent_bytes] if rows else []
-    apart = [own + other for own, other in zip_longest(streams, parcels, fillvalue=Counter[str]())]
+    sampled = [own for group in range(len(rollout.passes)) for own in [of_rollout(rollout, group)] * rollout.size] if rollout else []
+    apart = [sum(own, Counter[str]()) for own in zip_longest(learned, parcels, sampled, fillvalue=Counter[str]())]
     kinds = sorted({kind for own in apart for kind in own})
     return found + Counter({kind: max(own[kind] for own in apart) for kind in kinds})
 
@@ -220,7 +267,7 @@ def of_steps(role: RoleWork, sharding: Sharding, rank: int) -> Counter[str]:
 
 def of_whole(role: RoleWork, workers: int) -> Counter[str]:
     """Every worker has all parameters. In an optimizer step gradients are summed into a stretch for each worker, and new parameters are
-    gathered from all. No collective runs in rollouts or passes."""
+    gathered from all. For parameters no collective runs in rollouts or passes."""
     layouts = lay_out_sizes(role.sizes, workers)
     each = {
         "all-reduce": FLAG * len(learning(role.sizes)),
@@ -382,6 +429,60 @@ def norms_behind_blocks(shape: Shape) -> bool:
     return shape.family is not None and shape.family.norms > 2
 
 
+# ---- rollouts of members that sample together --------------------------------------------------------------------------------------------
+
+
+def of_rollout(work: RolloutWork, group: int) -> Counter[str]:
+    """Bytes on each member of a group in a rollout. A CUDA graph's step runs a few times before it is captured; then members tell one
+    another whether one of them has failed, which is an all-reduce on the device."""
+    captured = [DecodePass([size] * RUNS_OF_CAPTURE) for size in work.captures]
+    passes = [*work.passes[group], *captured]
+    found = sum((rollout_pass(work.shape, work.size, work.itemsize, own, work.graphs) for own in passes), Counter[str]())
+    return found + Counter({"all-reduce": CAPTURED * len(work.captures)})
+
+
+def rollout_pass(
+    shape: Shape, size: int, itemsize: int, given: PrefillPass | DecodePass, graphs: Sequence[int] = ()
+) -> Counter[str]:  # fmt: skip
+    """Bytes on each member of a tensor-parallel group of `size` in a pass of its engine (parallel/tensor.py).
+
+    In a prefill pass tokens are gathered before each attention and feed-forward layer and behind the last norm, and summed and dealt out
+    behind the embedding and each such layer. A decoding step sums those of all members instead, and has nothing to gather. Each member
+    gets the logits of all parts of the vocabulary, in float32 or better, where parts have equally many rows."""
+    sums = 2 * len(shape.layers) + 1  # behind the embedding, and behind attention and feed-forward of each layer
+    if isinstance(given, DecodePass):
+        drawn = sum(times * filled_up(rows, graphs) for rows, times in Counter(given.steps).items())
+        found = Counter({"all-reduce": sums * drawn * shape.width * itemsize})
+    else:
+        drawn, moved = given.drawn, sums * padded(given.tokens, size) * shape.width * itemsize
+        found = Counter({"all-gather": moved, "reduce-scatter": moved})
+    found["all-gather"] += size * vocabulary_rows(shape.vocabulary, size) * drawn * max(4, itemsize)
+    return found
+
+
+def filled_up(rows: int, graphs: Sequence[int]) -> int:
+    """The rows that a decoding step computes for so many samples."""
+    return next(size for size in graphs if size >= rows) if graphs else rows
+
+
+def agreed_bytes(
+    passes: Sequence[PrefillPass | DecodePass], *, calls: int = 1, graphs: bool = False, every_step: bool = True, looks: int = 0
+) -> int:
+    """Bytes of what members that sample together agree on in main memory, which `Ranks.moved` does not count and `predict` leaves out.
+
+    After a pass that no CUDA graph holds, and after taking the memory of the KV cache in each of the engine's `calls`, each says whether
+    its memory has run out; on a CPU also after `every_step` of a decoding pass. With a queue of prompts, members ask one another whether to
+    stop before every fourth pass, and before each pass that begins while an answer of the driver is missing: these `looks` are as many as
+    time decides."""
+    found = calls * FAILED + looks * LOOK
+    for own in passes:
+        if isinstance(own, PrefillPass):
+            found += FAILED
+        elif not graphs:
+            found += FAILED * (1 + every_step * len(own.steps))
+    return found
+
+
 def shared_numbers(shape: Shape, size: int, *, score: int = 0) -> int:
     """Numbers whose gradients members of a tensor-parallel group sum before each optimizer step (`TensorSplit.sum_shared`), because several
     hold them: norms, routers, biases that are added once, and heads of keys and values where there are fewer than members. `score`: numbers
@@ -406,7 +507,8 @@ def shared_adapter_numbers(
     """The same, where only adapters learn: of each the side that is not cut, and rows of the other one where keys and values are
     duplicated; none of those on experts that are whole, which one member has."""
     found = 0
-    for layer, name, (inner, outer, copies) in shape.adapted(targets, () if whole_experts else stacked):
+    for place, name, (inner, outer, copies) in shape.adapted(targets, () if whole_experts else stacked):
+        layer = shape.layers[place]
         whole = {"A": not name.endswith(COLUMNS), "B": name.endswith((*COLUMNS, ROUTER))}
         found += rank * copies * (whole["A"] * inner + whole["B"] * outer) + rank * duplicated_rows(layer, name, size)
     return found

@@ -118,7 +118,8 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
     yield ProofCase("rollout.prefix_sharing", "rollout", measure.HIT_RATE, change="more")
     yield ProofCase("rollout.cuda_graphs", "rollout", measure.LAUNCHES, change="to less than half", needs_cuda=REFUSED)
     divided: Settings = {"cluster.workers": 2, "train.tensor_parallel": 2}
-    yield ProofCase("rollout.tensor_parallel", "rollout", measure.held("parameters", "rollout"), 1, 2, divided)
+    for measured in (measure.held("parameters", "rollout"), measure.KEY_HEADS, measure.SAMPLING_GROUPS):
+        yield ProofCase("rollout.tensor_parallel", "rollout", measured, 1, 2, divided)
     experts: Settings = {"cluster.workers": 2, "rollout.tensor_parallel": 2, "model.path": setup.model_of_experts}
     yield ProofCase("rollout.expert_parallel", "rollout", measure.EXPERTS, 1, 2, experts)
     yield ProofCase("rollout.log_stats", "rollout", measure.LOG_LINES, change="more")

@@ -247,6 +247,8 @@ LARGEST_PREFILL = Measurement(
     "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen, _ in step.engine_passes)
 )
 EXPERTS = Measurement("experts of a layer on a worker, rollout", "experts", lambda step, role: step.parts.crew.most_experts())
+KEY_HEADS = Measurement("key heads of a layer that a worker caches, rollout", "heads", lambda step, role: step.parts.crew.most_key_heads())
+SAMPLING_GROUPS = Measurement("groups that sample", "groups", lambda step, role: step.parts.crew.sampling_groups)
 LONGEST_STALL = Measurement("longest decode stall, in tokens prefilled during it", "tokens", count_stall)
 LAUNCHES = Measurement("launches by the host per decode step", "launches", count_launches)
 LOG_LINES = Measurement(

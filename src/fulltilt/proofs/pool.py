@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fulltilt.cluster.assembly import torch_as_it_was
 from fulltilt.cluster.hosts import WorkerCall, WorkerError
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.cluster.processes import Processes
-from fulltilt.cluster.service import ServedWorker, Service, own_interface, report_stall, serve, services_here
+from fulltilt.cluster.service import Seat, ServedWorker, Service, own_interface, seats_here, serve, tell
 
 MEMBER = "fulltilt.proofs.pool:Member"
 
@@ -31,10 +32,10 @@ class Member:
         self._worker: ServedWorker | None = None
         self._until_dropped = contextlib.ExitStack()
 
-    def make(self, service: Service) -> Generator[str, None, None]:
+    def make(self, service: Service, seat: Seat) -> Generator[str, None, None]:
         self._until_dropped.enter_context(torch_as_it_was())
         self._until_dropped.callback(leave_group)
-        self._worker = yield from serve(service)
+        self._worker = yield from serve(service, seat)
 
     def drop(self) -> None:
         """Close the worker, and give back everything that it has taken."""
@@ -66,9 +67,9 @@ class Pool:
             self.close()
         if self._processes is None:
             numbers = range(max(size, self.size))
-            self._processes = Processes(numbers, MEMBER, environment=own_interface(), on_stall=report_stall)
-        services, options = services_here(order, device, size)
-        return PoolWorkers(self._processes, services, kept=options["kept"])
+            self._processes = Processes(numbers, MEMBER, environment=own_interface(), on_stall=tell)
+        seats, options = seats_here(order, device, size)
+        return PoolWorkers(self._processes, list(zip(options["common"], seats, strict=True)), kept=options["kept"])
 
     def close(self) -> None:
         if self._processes:
@@ -81,9 +82,9 @@ class PoolWorkers:
 
     worker = None
 
-    def __init__(self, processes: Processes, services: Sequence[Service], kept: Any) -> None:
-        self.size, self._processes, self._kept = len(services), processes, kept
-        self.start("make", [(service,) for service in services], what="loading").results()
+    def __init__(self, processes: Processes, made_from: Sequence[tuple[Service, Seat]], kept: Any) -> None:
+        self.size, self._processes, self._kept = len(made_from), processes, kept
+        self.start("make", made_from, what="loading").results()
 
     @property
     def sent_bytes(self) -> int:
@@ -99,6 +100,9 @@ class PoolWorkers:
         others = [None] * (self._processes.size - self.size)
         call = self._processes.start(method, [*args, *others], what=what, aside=aside, together=together)
         return TeamCall(call, self.size)
+
+    def keep_output(self, folder: Path) -> None:
+        """The processes are not of one run."""
 
     def hurry(self) -> None:
         self._processes.hurry()

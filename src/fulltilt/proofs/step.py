@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from fulltilt.cluster.assembly import RunParts, StartHosts, assemble
-from fulltilt.cluster.checks import SHARE_DEVICES
+from fulltilt.cluster.keeper import SHARE_DEVICES
 from fulltilt.cluster.worker import CRITIC_TENSORS, Worker
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed

@@ -73,7 +73,7 @@ class Decoder:
     def __init__(self, context: EngineContext) -> None:
         model, limits = context.model, context.limits
         rows, device = limits.max_seqs, model.device
-        self.model, self.head = model, Head.of(model)
+        self.model, self.head, self.members = model, Head.of(model), context.members
         self.block_tokens, self.rows = limits.block_tokens, rows
         self.graphs, self.required = limits.cuda_graphs, limits.graphs_required
         # Of the largest member of a tensor-parallel group, because all must run as many steps.
@@ -181,7 +181,8 @@ class Decoder:
             rows = (self._progress.states[: self._count] == RUNNING).nonzero()[:, 0]
             if not len(rows):
                 break
-            self._advance(rows, rows, temperature=sampling.temperature, **narrowed)
+            advance = partial(self._advance, rows, rows, temperature=sampling.temperature, **narrowed)
+            self.members.make(advance, self.stand_in, [len(rows)])
         return self._take(self._results())
 
     def _step(self, size: int, restricted: bool) -> None:
@@ -192,11 +193,12 @@ class Decoder:
 
     def _advance(self, rows: slice | torch.Tensor, numbers: torch.Tensor, **sampling: Any) -> None:
         """One step of `rows`, whose row numbers are `numbers`."""
+        self.members.begin_pass()
         progress, block = self._progress, self.block_tokens
         running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
         place = table.gather(1, (positions // block)[:, None])[:, 0].long() * block + positions % block
         context = Decode(
-            caches=[(key, value, *bases) for key, value, bases in zip(*self._caches, self._bases, strict=True)],
+            caches=self._layers(),
             slots=torch.where(running, place, -1),
             table=table,
             lengths=torch.where(running, positions + 1, 0).int(),
@@ -208,6 +210,29 @@ class Decoder:
             self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap, **sampling
         )
         finish(tokens, logprobs, self._ends, progress, numbers)
+
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [(key, value, *bases) for key, value, bases in zip(*self._caches, self._bases, strict=True)]
+
+    @torch.no_grad()
+    def stand_in(self, rows: int) -> None:
+        """A step over a filler of one row, which makes the collectives of one of so many rows. What the cache holds means nothing
+        afterwards."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        context = Decode(
+            caches=self._layers(),
+            slots=nothing,
+            table=torch.zeros_like(self._table[:1]),
+            lengths=torch.ones_like(nothing, dtype=torch.int32),
+            block_tokens=self.block_tokens,
+        )
+        with self.members.standing_in(rows):
+            hidden = hidden_states(self.model, nothing, nothing, context)
+            self.head.product(hidden.expand(rows, -1))
+
+    def sizes(self, rows: int, steps: int) -> list[int]:
+        """Rows of each step that `launch` makes itself. On a CPU the function that it returns makes them."""
+        return [] if self.model.device.type == "cpu" else [self.size_for(rows)] * steps
 
     def _most(self, number: int) -> int:
         """The largest of the numbers that the members of a tensor-parallel group have, if the model is divided among some."""
@@ -227,6 +252,8 @@ class Decoder:
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._captured[size, restricted] = self._capture_with_room(size, restricted)
+        except torch.OutOfMemoryError:  # not the model's fault: the engine goes on with fewer samples at once
+            raise
         except RuntimeError as error:  # the type of all errors of torch.cuda
             reason = f"a step of the model cannot be captured: {first_line(error)}"
         finally:
@@ -239,8 +266,8 @@ class Decoder:
         return self._captured[size, restricted]
 
     def _capture_with_room(self, size: int, restricted: bool) -> CapturedStep:
-        """Capture, if needed after freeing memory. Running out of memory is not the model's fault, so graphs are not given up for it. The
-        members of a tensor-parallel group run the step together, so none may try twice: they free memory first."""
+        """Capture, if needed after freeing memory. The members of a tensor-parallel group run the step together, so none may try twice, or
+        go on with fewer samples alone: they free memory first."""
         if self.head.part is None:
             with contextlib.suppress(torch.OutOfMemoryError):
                 return self._capture(size, restricted)
@@ -249,6 +276,8 @@ class Decoder:
         try:
             return self._capture(size, restricted)
         except torch.OutOfMemoryError as error:
+            if self.head.part is None:
+                raise
             raise UserError(
                 f"rollout.kv_bytes: no memory is left next to the KV cache to capture decoding of {size} samples: {first_line(error)}. "
                 "Give the cache fewer bytes, lower rollout.max_seqs, or set rollout.cuda_graphs = false"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Group, Prompt
+from fulltilt.rollout.members import Members
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats, Recorder
 from fulltilt.schema import Config
@@ -58,6 +59,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.recorder = Recorder()
         self.listener: Listener | None = None  # told of tokens as they come, by engines that see them
+        self.key_heads = 0  # the most that it caches for a layer, where its KV cache can be read
         self.halted: Callable[[], bool] | None = None  # asked before each pass whether to stop, where several engines run passes together
 
     @abstractmethod
@@ -121,7 +123,7 @@ class RolloutLimits:
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # "" where it ran out on another member of those that sample together
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +135,7 @@ class EngineContext:
     end_tokens: frozenset[int]
     layers: Mapping[int, LayerShape]  # shapes of the keys and values that each layer caches
     limits: EngineLimits
+    members: Members = field(default_factory=Members)  # those that sample together, where the model is divided among some
 
 
 # Keys of [rollout] that only say how an engine works. Setting one that the chosen engine does not obey is an error.

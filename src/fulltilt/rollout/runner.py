@@ -93,6 +93,16 @@ class Runner:
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
         return self.head.logits(hidden[to_device(np.array(drawn, dtype=np.int64), device)])
 
+    @torch.no_grad()
+    def stand_in(self, step: Pass) -> None:
+        """A pass over a filler, which makes the collectives of `run`. What the cache holds means nothing afterwards."""
+        device, places = self.model.device, np.arange(2)
+        filler = Packed.of(np.array([0, 2]), device)
+        slots = to_device(places, device)
+        context = Paged(keys=self.keys, values=self.values, slots=slots, new=filler, whole=filler, read=slots)
+        hidden = hidden_states(self.model, to_device(np.zeros(2, dtype=np.int64), device), to_device(places, device), context)
+        self.head.logits(hidden[:1].expand(sum(bool(work.samples) for work in step.work), -1))
+
     def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
             return

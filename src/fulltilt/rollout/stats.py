@@ -2,9 +2,9 @@
 per token.
 
 Enters: each pass as it ends, with the times at which it began and ended. Leaves: the `EngineStats` of a call of `generate`, and a line for
-people after every few seconds of generating. Guaranteed: statistics can be added, those of passes to a call and those of calls to a
-step, percentiles included, because times are kept as histograms; a percentile is within half a percent of the exact one; the work is per
-pass and sample, never per token. Free of torch.
+people after every few seconds of generating; whoever wants to know that the engine gets on is called after each pass. Guaranteed:
+statistics can be added, those of passes to a call and those of calls to a step, percentiles included, because times are kept as histograms;
+a percentile is within half a percent of the exact one; the work is per pass and sample, never per token. Free of torch.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stats = NO_STATS  # those of the last call
+        self.on_pass: Callable[[], None] = lambda: None  # called whenever something was computed
         self._tell: Callable[[RolloutProgress], None] | None = None
         self._interval = 0.0
         self._unsaid = NO_STATS  # since the last line
@@ -205,6 +206,7 @@ class Recorder:
         None: `line` does."""
         self.stats += newest
         self._unsaid += newest
+        self.on_pass()
         if self._tell and self._unsaid.seconds >= self._interval:
             self._tell(RolloutProgress((words or line)(self._unsaid, newest), self._unsaid, newest))
             self._unsaid = NO_STATS

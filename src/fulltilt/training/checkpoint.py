@@ -25,6 +25,8 @@ saved tensors, and a thread does the rest; its errors are raised by `finish` or 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import json
 import math
@@ -32,6 +34,7 @@ import mmap
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -66,6 +69,9 @@ FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # hashed at once
+FLUSH_BYTES = 64 * 2**20  # written to the disk at once
+START_FLUSH, WAIT_FOR_FLUSH = 2, 7  # flags of Linux's sync_file_range
+LOST_ON_DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 ALIGNMENT = 64  # bytes to which copied tensors are aligned: enough for any type
 COPY_SHARE = 0.25  # share of free main memory for the copies of all workers, which are written while training continues
 
@@ -544,10 +550,11 @@ def damaged(path: Path, why: str) -> UserError:
 def write_trainer(
     folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool, rank: int = 0, size: int = 1,
     here: int = 1, cuts: Mapping[str, CutTensor] | None = None,
-) -> Callable[[], Digests]:  # fmt: skip
+) -> Callable[..., Digests]:  # fmt: skip
     """Write the tensors of worker `rank` of `size` into a checkpoint's folder, and the first worker's exported model. With `beside`, and if
     copies of all `here` workers of this machine fit well into main memory, the tensors are only copied. Returns a function that does the
-    rest, in any thread: it writes the copy, and hashes the worker's file unless it is the only worker."""
+    rest, in any thread: it writes the copy, and hashes the worker's file unless it is the only worker. It may be given what to call after
+    each piece of that file."""
     if rank == 0:
         (folder / MODEL).mkdir()
         export(folder / MODEL)
@@ -559,12 +566,13 @@ def write_trainer(
 
 
 def finish_trainer(
-    folder: Path, copies: dict[str, torch.Tensor] | None, rank: int, size: int, cuts: Mapping[str, CutTensor] | None
-) -> Digests:
+    folder: Path, copies: dict[str, torch.Tensor] | None, rank: int, size: int, cuts: Mapping[str, CutTensor] | None,
+    go_on: Callable[[], None] = lambda: None,
+) -> Digests:  # fmt: skip
     if copies is not None:
         write_tensors(folder, copies, rank, size, cuts)
         copies.clear()  # their memory is not needed while the file is hashed
-    return hash_files(folder, [folder / tensors_file(rank, size)]) if size > 1 else {}
+    return hash_files(folder, [folder / tensors_file(rank, size)], go_on) if size > 1 else {}
 
 
 def write_tensors(
@@ -576,17 +584,32 @@ def write_tensors(
 
 
 def hash_files(folder: Path, paths: Iterable[Path], go_on: Callable[[], None] = lambda: None) -> Digests:
-    """Hash files of a checkpoint's folder, and flush them to the disk."""
+    """Hash files of a checkpoint's folder, and flush them to the disk. `go_on`: called after each piece, of which none takes long."""
     found: Digests = {}
     for path in paths:
         with path.open("rb") as stream:
-            digest = hashlib.sha256()
+            digest, hashed = hashlib.sha256(), 0
             while block := stream.read(BLOCK_BYTES):
                 go_on()
                 digest.update(block)
+                flush_range(stream.fileno(), hashed, len(block), START_FLUSH)
+                hashed += len(block)
             found[path.relative_to(folder).as_posix()] = (os.fstat(stream.fileno()).st_size, digest.hexdigest())
+            for begin in range(0, hashed, FLUSH_BYTES):
+                flush_range(stream.fileno(), begin, FLUSH_BYTES, WAIT_FOR_FLUSH)
+                go_on()
             os.fsync(stream.fileno())
     return found
+
+
+def flush_range(descriptor: int, begin: int, count: int, flags: int) -> None:
+    """Have the disk take some bytes of a file, where the system can do that: `fsync` of a large file may take minutes without a sign. It
+    must follow nevertheless, for it alone flushes what else belongs to the file."""
+    if sys.platform != "linux":
+        return
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call and call(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), flags) and (number := ctypes.get_errno()) in LOST_ON_DISK:
+        raise OSError(number, os.strerror(number))
 
 
 def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None, known: Digests | None = None) -> None:

@@ -2,7 +2,8 @@
 
 None belongs to a row of a table, to a model, or to a number of GPUs. "GRPO table" is tests/data/published/grpo_qwen2.5_7b.csv, "DAPO table"
 is dapo7b.csv; docs/planning.md shows what the models say of both. "Fitted runs" are 25 runs of four models on two H200
-(docs/bench/predictions_fit.json): the constants of fulltilt's own time come from them, and no other run was used.
+(docs/bench/predictions_fit.json): the constants of fulltilt's own time come from them, those of decoding also from the runs of
+docs/bench/jobs.json, and from no others.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ FULLTILT = SystemCosts(
     host_layer=1.35e-3, host_unfused=2.0e-3, host_again=1.93, host_selective=4.6, host_experts=0.0, hidden=1.0, driver_rate=math.inf,
     host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True, engine_step=0.0, engine_sequence=0.0,
     engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29, expert_traffic=1.37, gradient_traffic=8, stops_early=True,
-    duplex=0.88, packs=True, graph_layer=17.5e-6, graph_unfused=82e-6, graph_experts=122e-6, attention_token=67e-9,
-    attention_traffic=0.36, host_token=1.2e-6,
+    duplex=0.88, packs=True, graph_layer=32e-6, graph_unfused=84e-6, graph_experts=117e-6, attention_token=33.5e-9,
+    attention_traffic=0.24, host_token=1.65e-6,
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ GPUs cannot have, and a key that is not known, are refused with the remedy.
     shape = "Qwen2.5-7B"
     reference = true              # a reference model of the same size, resident; so may be critic and reward_model
     [hardware]
-    gpus = "8xH100-80GB"          # or custom: flops, hbm, host_link, gpu_link, network, memory_gb
+    gpus = "8xH100-80GB"          # or other hardware: with flops, hbm, host_link, gpu_link, network, memory_gb
     [train]
     backend = "megatron"          # or fsdp
     layout = "tp4pp2vpp2cp2ep8"   # fsdp: "sp4fsdp8"
@@ -88,6 +88,19 @@ class TrainLayout:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """How many times as long as by the models a device and its host were measured to take, once a probe has measured them."""
+
+    host: float = 1.0  # its launches
+    passes: float = 1.0  # the device in passes over micro-batches
+    decoding: float = 1.0  # the device in decode steps
+    rollout_s: float = 0.0  # seconds of a rollout beside those of its prompts and decode steps
+
+
+AS_MODELLED = Calibration()
+
+
+@dataclass(frozen=True)
 class EngineDescription:
     """The rollout engine."""
 
@@ -95,6 +108,7 @@ class EngineDescription:
     memory_share: float = 0.6  # of the GPU's whole memory, that an instance takes while it is awake
     graphs: bool = True  # CUDA graphs; False: eager
     max_seqs: int = 1024  # samples decoded at once (verl's default)
+    max_batched_tokens: int = 16384  # tokens in a pass over prompts, for which fulltilt's engine has memory beside its share
     sleeps: bool = True  # gives its memory back while others run
     own_copy: bool = True  # False: it reads the trainer's parameters, as fulltilt's engine does
     keeps_copy: bool = False  # its own copy stays on the GPU while it sleeps
@@ -173,8 +187,10 @@ class RunDescription:
     entropy: bool = True  # the update computes the entropy's gradient
     rollout: bool = True  # False: it learns from given rows
     vocabulary_head: bool = True  # False: the model gives one number a token, as a critic does
+    itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
     others: tuple[RoleDescription, ...] = ()
     system: SystemCosts = VERL
+    calibration: Calibration = AS_MODELLED
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -270,7 +286,7 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
     try:
         found = RunDescription(
             shape=named_shape(str(model.pop("shape"))),
-            cluster=cluster_of(parts["hardware"]),
+            cluster=Cluster.of_figures(parts["hardware"], where=f"{name}: hardware"),
             lengths=Lengths(**checked(parts["lengths"], fields_of(Lengths), f"{name}: lengths")),
             layout=TrainLayout.parse(str(train.pop("layout", ""))),
             engine=EngineDescription(**checked(parts["rollout"], fields_of(EngineDescription), f"{name}: rollout")),
@@ -303,19 +319,3 @@ def checked(given: dict[str, Any], known: Iterable[str], where: str, taken: Iter
     if unknown := given.keys() - set(known):
         raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted({*known, *taken}))}")
     return given
-
-
-def cluster_of(given: dict[str, Any]) -> Cluster:
-    """A cluster by name, with figures of its own where the section has them."""
-    found = Cluster.parse(str(given.pop("gpus", "1xH100")))
-    gigabytes = given.pop("memory_gb", None)
-    per_machine = int(given.pop("per_machine", found.per_machine))
-    own = {"flops", "hbm", "host_link", "gpu_link", "network", "matmul_share"}
-    if unknown := given.keys() - own:
-        raise UserError(
-            f"hardware: unknown key {', '.join(sorted(unknown))}. Known are gpus, memory_gb, per_machine, {', '.join(sorted(own))}"
-        )
-    gpu = replace(found.gpu, **{key: float(value) for key, value in given.items()})  # type: ignore[arg-type]
-    if gigabytes is not None:
-        gpu = replace(gpu, memory=int(float(gigabytes) * 1e9))
-    return Cluster(gpu, found.gpus, per_machine)

@@ -4,9 +4,10 @@ Enters: the folder of a run, finished, running or killed. Leaves: an `Explanatio
 the folder is read (metrics.jsonl, snapshot.toml, plan.json), nothing is written, no torch; half a line at the end of the metrics is left
 out. Seconds are means over the newest steps without the run's first one, which also warms up.
 
-A change is judged by what was measured: each phase's seconds are multiplied by the ratio of what the model of time predicts with the change
-and without it, and the peak grows by the difference that the model of memory predicts. Where the models do not cover a run or its device,
-only changes are weighed whose effect follows from the measurements alone.
+The changes are those that `fulltilt plan` compares, and knobs left to `auto` that were set by hand (tune/changes.py). A change is judged by
+what was measured: each phase's seconds are multiplied by the ratio of what the model of time predicts with the change and without it, and
+the peak grows by the difference that the model of memory predicts. Where the models do not cover a run or its device, only changes are
+weighed whose effect follows from the measurements alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from fulltilt.hardware import Accelerator
 from fulltilt.observe.metrics import TIMING_NAMES, read_lines
 from fulltilt.records import UserError
 from fulltilt.schema import Config, uses_reward_model
-from fulltilt.shape import Recompute, Shape
-from fulltilt.tune.description import RunDescription
+from fulltilt.shape import Shape
+from fulltilt.tune.changes import OF_SEATS, ChangeableRun, KnobChange
+from fulltilt.tune.description import Calibration, RunDescription
 from fulltilt.tune.lengths import Lengths
-from fulltilt.tune.memory_model import memory_of
+from fulltilt.tune.memory_model import MemoryModel, memory_of
 from fulltilt.tune.predict import (
     CPU,
     MEMORY_PHASES,
@@ -39,13 +41,15 @@ from fulltilt.tune.predict import (
     UsedDevices,
     describe_run,
     peak_of,
+    planned_cluster,
     read_plan,
     read_shape,
     step_seconds,
     with_lengths,
 )
-from fulltilt.tune.time_model import model_size, read_weights
-from fulltilt.words import first_line, in_bytes
+from fulltilt.tune.runners_up import PlannedRun
+from fulltilt.tune.time_model import StepSeconds, model_size, read_weights
+from fulltilt.words import first_line, in_bytes, many
 
 NEWEST = 50  # steps that are averaged
 LEAST_GAIN = 0.03  # of a step's time, below which a change is not worth a word
@@ -55,6 +59,7 @@ MANY_CUT = 0.5  # share of responses that end at the limit, from which on a lowe
 PHASES = {name: phase for phase, name in TIMING_NAMES.items()}
 OUTSIDE = ("save_checkpoint", "testing")  # phases that are not in `timing_s/step`
 GIB = 2**30
+BUDGET = "budget/"  # metrics of budgets that have changed
 OUT_OF_MEMORY = re.compile(r"(^|[/_])(oom|out_of_memory)")  # metrics that count it
 REMEDIES = "docs/troubleshooting.md"
 
@@ -103,6 +108,9 @@ class Explanation:
     utilization: float | None = None
     memory: int | None = None  # bytes of a device
     out_of_memory: Mapping[str, float] = field(default_factory=dict)  # counts, by metric
+    budgets: Mapping[str, float] = field(default_factory=dict)  # those that are no longer as planned
+    kv_use: float | None = None  # highest share of the KV cache's blocks in use
+    preemptions: float = 0.0  # samples of all these steps
     changes: tuple[Improvement, ...] = ()  # the best first
     notes: tuple[str, ...] = ()
 
@@ -152,6 +160,11 @@ class Explanation:
             yield f"GPUs were busy {self.utilization:.0%} of the time"
         if self.out_of_memory:
             yield "out of memory: " + ", ".join(f"{name} {count:.0f}" for name, count in self.out_of_memory.items())
+        if self.budgets:
+            yield "no longer as planned: " + ", ".join(f"{name} {size:.0f}" for name, size in self.budgets.items())
+        if self.kv_use is not None:
+            later = " and finished later" if self.preemptions else ""
+            yield f"KV cache: at most {self.kv_use:.0%} in use, {many(round(self.preemptions), 'sample')} preempted{later}"
         yield from self.notes
         yield from self.advice
 
@@ -230,7 +243,8 @@ def read_run(folder: Path) -> SavedRun:
         given = json.loads(read_file(folder / "plan.json"))
         found = replace(found, shape=read_shape(given["shape"]), devices=UsedDevices(**given["devices"]))
         assert found.config and found.shape and found.devices
-        return replace(found, run=describe_run(found.config, found.shape, found.devices, read_plan(given)))
+        calibration = Calibration(**given.get("calibration", {}))  # an earlier version wrote none
+        return replace(found, run=describe_run(found.config, found.shape, found.devices, read_plan(given), calibration))
     except KeyError as error:
         return replace(found, why_not=f"plan.json has no {error}: another version of fulltilt wrote it")
     except Exception as error:  # the folder's files may hold anything
@@ -290,6 +304,9 @@ def explained(saved: SavedRun, lines: Sequence[Mapping[str, Any]]) -> Explanatio
         utilization=line.get("perf/gpu_utilization"),
         memory=memory or None,
         out_of_memory={name: count for name, count in counted.items() if count},
+        budgets={name.removeprefix(BUDGET): size for name, size in lines[-1].items() if name.startswith(BUDGET) and size is not None},
+        kv_use=max((each["rollout/kv_use"] for each in lines if each.get("rollout/kv_use") is not None), default=None),
+        preemptions=sum(each.get("rollout/preemptions") or 0.0 for each in lines),
         changes=tuple(sorted(step.changes(), key=lambda own: -own.seconds)),
         notes=tuple(step.notes()),
     )
@@ -391,6 +408,8 @@ class MeanStep:
     def notes(self) -> Iterator[str]:
         if self.saved.why_not:
             yield f"no predictions: {self.saved.why_not}"
+        if self.changeable and self.changeable.refused:
+            yield f"no change of a knob is weighed, since none fits by the plan: {self.changeable.refused}"
         if self.saved.devices and self.saved.devices.name == CPU and self.saved.gpu:
             figures = f"{with_unit(self.saved.gpu.flops)}FLOP/s and {with_unit(self.saved.gpu.hbm)}B/s"
             yield f"figures of the CPU: those of a server with two sockets, {figures} (hardware.py)"
@@ -402,8 +421,8 @@ class MeanStep:
     def changes(self) -> Iterator[Improvement]:
         if self.saved.config:
             yield from self._by_measurement(self.saved.config)
-        if self.run and self.saved.config:
-            yield from self._by_models(self.run, self.saved.config)
+        if self.changeable:
+            yield from self._by_models(self.changeable)
 
     def _improvement(self, setting: str, why: str, seconds: float, *, changes_results: bool = False) -> Improvement:
         return Improvement(setting, why, seconds, seconds / self.seconds, changes_results)
@@ -443,94 +462,61 @@ class MeanStep:
             saves = of_tokens * max(0.0, 1 - left)
             yield self._improvement(f"rollout.max_new_tokens={half}", why, saves, changes_results=True)
 
-    def _by_models(self, run: RunDescription, config: Config) -> Iterator[Improvement]:
-        """Changes of execution, by the models of time and memory. Results stay as they are."""
-        before, held = step_seconds(run, self.line).phases, memory_of(run)
-        for setting, why, changed in alternatives(run, config, self.line):
-            after, needed = step_seconds(changed, self.line).phases, memory_of(changed)
-            if not needed.engine_starts or not self._fits(run, changed):
-                continue
-            saved = 0.0
-            for phase, own in before.items():
-                seconds = self.measured.get(TIMING_NAMES.get(phase, ""), 0.0)
-                if own.total > 0:
-                    saved += seconds * (1 - (after[phase].total if phase in after else 0.0) / own.total)
-            if saved > 0:
-                grown = {name: (peak_of(needed, name) or 0) - (peak_of(held, name) or 0) for name in self.measured}
-                most = max(grown, key=lambda name: grown[name], default="")
-                taken = f"; {in_bytes(grown[most])} more memory in {PHASES[most]}" if most and grown[most] > 2**20 else ""
-                yield self._improvement(setting, why + taken, saved)
+    @cached_property
+    def changeable(self) -> ChangeableRun | None:
+        """None: the models do not cover the run."""
+        saved, run = self.saved, self.run
+        if not (run and saved.config and saved.shape and saved.devices):
+            return None
+        planned = PlannedRun(saved.config, saved.shape, planned_cluster(saved.config, saved.devices), run.lengths.response)
+        return ChangeableRun(planned, run)
 
-    def _fits(self, run: RunDescription, changed: RunDescription) -> bool:
+    def _by_models(self, own: ChangeableRun) -> Iterator[Improvement]:
+        """Changes of execution, by the models of time and memory. Results stay as they are."""
+        seen, most = {own.run}, 0.0
+        all_decoded = not self.line.get("rollout/most_waiting", 1) and not self.line.get("rollout/preemptions")
+        useless = OF_SEATS if all_decoded else frozenset()  # none has waited to be decoded
+        for change in own.single():
+            if change.keys <= useless or change.run in seen:
+                continue
+            seen.add(change.run)
+            if found := self._weighed(change):
+                most = max(most, found.share)
+                yield found
+        together = own.everything(without=useless)
+        if together and (found := self._weighed(together)) and found.share > most + LEAST_GAIN:
+            yield found
+
+    @cached_property
+    def _predicted(self) -> tuple[StepSeconds, MemoryModel]:
+        assert self.run
+        return step_seconds(self.run, self.line), memory_of(self.run)
+
+    def _weighed(self, change: KnobChange) -> Improvement | None:
+        """None: it saves nothing, or does not fit."""
+        (seconds, held), needed = self._predicted, memory_of(change.run)
+        if not needed.engine_starts or not self._fits(change.run, held, needed):
+            return None
+        before, after, saved = seconds.phases, step_seconds(change.run, self.line).phases, 0.0
+        for phase in {*before, *after}:
+            then, now = (found[phase].total if phase in found else 0.0 for found in (after, before))
+            saved += self.measured.get(TIMING_NAMES.get(phase, ""), 0.0) * (1 - then / now) if now > 0 else -then
+        if saved <= 0:
+            return None
+        grown = {name: (peak_of(needed, name) or 0) - (peak_of(held, name) or 0) for name in self.measured}
+        most = max(grown, key=lambda name: grown[name], default="")
+        taken = f"; {in_bytes(grown[most])} more memory in {PHASES[most]}" if most and grown[most] > 2**20 else ""
+        return self._improvement(change.setting, change.why + taken, saved)
+
+    def _fits(self, changed: RunDescription, before: MemoryModel, after: MemoryModel) -> bool:
         """Whether the peaks that were measured, and what the change adds to them, fit the device."""
-        before, after = memory_of(run), memory_of(changed)
         for name in MEMORY_PHASES:
             then, now = peak_of(after, name), peak_of(before, name)
             if then is None:
                 continue
             measured = self.line.get(f"memory_gib/{name}/peak")
-            outside = sum(before.phases["update"].kinds.get(kind, 0) for kind in NOT_ALLOCATED)
+            outside = sum(before.phases["update-actor"].kinds.get(kind, 0) for kind in NOT_ALLOCATED)
             expected = then if measured is None or now is None else measured * GIB + then - now
             if expected + outside > MEMORY_SHARE * changed.gpu.memory:
                 return False
         return True
-
-
-def alternatives(run: RunDescription, config: Config, line: Mapping[str, float]) -> Iterator[tuple[str, str, RunDescription]]:
-    """Single changes of execution that may be faster: as a user types them, why, and the changed run."""
-    batch, engine, layout = run.batch, run.engine, run.layout
-    for key, name in (("token_budget", "actor.token_budget"), ("forward_token_budget", "actor.forward_token_budget")):
-        budget = getattr(batch, key)
-        for factor in (2, 4) if budget else ():
-            larger = replace(batch, **{key: factor * budget})
-            yield f"{name}={factor * budget}", "fewer, larger micro-batches", replace(run, batch=larger)
-    if batch.token_budget is None:
-        filled = replace(batch, token_budget=16384, forward_token_budget=32768)
-        yield "actor.dynamic_batch=true", "micro-batches filled by tokens", replace(run, batch=filled)
-    if run.recompute.kind != "none":
-        yield "train.recompute=none", "layers are not computed again", replace(run, recompute=Recompute())
-    if run.recompute.kind == "full":
-        yield "train.recompute=selective", "less of each layer is computed again", replace(run, recompute=Recompute("selective"))
-    for kind in ("params", "grads", "optimizer", "activations"):
-        if getattr(run, f"offload_{kind}"):
-            kept: dict[str, Any] = {f"offload_{kind}": False}
-            yield f"train.offload_{kind}=false", "fewer copies to the host and back", replace(run, **kept)
-    if not run.fused_head:
-        yield "train.fused_head=true", "logits are never whole", replace(run, fused_head=True)
-    if not engine.graphs:
-        yield "rollout.cuda_graphs=true", "fewer launches when decoding", replace(run, engine=replace(engine, graphs=True))
-    if engine.tensor > 1:
-        half = engine.tensor // 2
-        fewer = replace(engine, tensor=half, own_copy=run.backend == "fsdp" or half != layout.tensor)
-        yield f"rollout.tensor_parallel={half}", "more engines, less communication", replace(run, engine=fewer)
-    if layout.tensor > 1 and layout.expert == 1:
-        half = layout.tensor // 2
-        own_copy = run.backend == "fsdp" or half != engine.tensor
-        yield (
-            f"train.tensor_parallel={half}",
-            "less communication in layers",
-            replace(run, layout=replace(layout, tensor=half), engine=replace(engine, own_copy=own_copy)),
-        )
-    if layout.sequence > 1:
-        half = layout.sequence // 2
-        yield f"train.sequence_parallel={half}", "less communication in layers", replace(run, layout=replace(layout, sequence=half))
-    yield from more_at_once(run, config, line)
-
-
-def more_at_once(run: RunDescription, config: Config, line: Mapping[str, float]) -> Iterator[tuple[str, str, RunDescription]]:
-    """More samples that are decoded at once, if some had to wait."""
-    engine, memory = run.engine, memory_of(run)
-    if not line.get("rollout/most_waiting", 1) and not line.get("rollout/preemptions"):
-        return
-    seats, twice = 2 * engine.max_seqs, memory.kv_bytes / run.gpu.memory
-    cache = replace(engine, memory_share=min(1.0, engine.memory_share + twice))
-    given = config.rollout.memory_fraction != "auto"
-    key = (
-        f"rollout.memory_fraction={min(1.0, 2 * float(config.rollout.memory_fraction)):.2g}"
-        if given
-        else f"rollout.kv_bytes={2 * memory.kv_bytes}"
-    )
-    yield f"rollout.max_seqs={seats}", "more samples decoded at once", replace(run, engine=replace(engine, max_seqs=seats))
-    yield key, "a KV cache for more samples at once", replace(run, engine=cache)
-    both = f"rollout.max_seqs={seats} {key}"
-    yield both, "more samples decoded at once, and a KV cache for them", replace(run, engine=replace(cache, max_seqs=seats))

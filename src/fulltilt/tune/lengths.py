@@ -65,16 +65,31 @@ class Lengths:
         mean = sum(self.rows) / PARTS
         return math.sqrt(sum((row - mean) ** 2 for row in self.rows) / PARTS) / mean
 
-    def micro_batch_tokens(self, samples: int, batches: int) -> float:
-        """Tokens to expect in the largest of so many micro-batches of `samples` rows: one is the longest of all, the others are usual."""
-        return min(samples * self.longest_row, self.prompt + self.longest_of(samples * batches) + (samples - 1) * self.mean)
+    @property
+    def prompt_width(self) -> float:
+        """How far the longest prompt is from the shortest, if they are spread evenly about their mean; 0 where the mean rules that out."""
+        low = 2 * self.prompt - self.most_prompt
+        return self.most_prompt - low if low > 0 else 0.0
+
+    def micro_batch_tokens(self, samples: int, batches: int, of_prompt: int = 1) -> float:
+        """Tokens to expect in the largest of so many micro-batches of `samples` rows: one is the longest of all, the others are usual.
+        `of_prompt`: rows of the same prompt, which are neighbours."""
+        alike = min(samples, of_prompt)
+        longer = above_all(batches) * alike * math.sqrt(samples / alike) * self.prompt_width / math.sqrt(12)  # prompts vary too
+        usual = self.prompt + self.longest_of(samples * batches) + (samples - 1) * self.mean
+        return min(samples * self.longest_row, usual + longer)
 
     def imbalance(self, workers: int, rows: int) -> float:
         """How many times the mean the worker with most tokens has, where each of `workers` has `rows` rows at random."""
         if workers < 2:
             return 1.0
-        above = NORMAL.inv_cdf((workers - 0.375) / (workers + 0.25))  # the largest of so many normal numbers (Blom 1958)
-        return 1 + above * self.variation / math.sqrt(max(1, rows))
+        return 1 + above_all(workers) * self.variation / math.sqrt(max(1, rows))
+
+
+@cache
+def above_all(count: int) -> float:
+    """The largest of so many normal numbers to expect (Blom 1958), in standard deviations."""
+    return NORMAL.inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @cache

@@ -5,8 +5,9 @@ the shape, divided as the layout says; what layers keep is `Shape.kept_bytes`; w
 micro-batch by samples counts as the largest one to expect in a step, one by tokens as its budget.
 
 Phases: `rollout` (the engine is awake beside what the trainer did not offload), `sync` (new parameters enter the engine, whose cache is not
-there yet), `logprob` (passes without gradient) and `update`; with other roles also `reward`, `ref-logprob`, `values` and `update-critic`,
-beside the actor or on the fullest of the role's own GPUs.
+there yet), `old-logprob` and `ref-logprob` (passes without gradient, where the algorithm has them) and `update-actor`; with other roles
+also `reward`, `ref-logprob`, `values` and `update-critic`, beside the actor or on the fullest of the role's own GPUs. The model of time has
+the same names.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from functools import cache
 from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
-from fulltilt.plan import ACTIVATION_MARGIN, BATCHED_TOKENS, STREAMED
+from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
+from fulltilt.plan import prefill_bytes as pass_bytes
 from fulltilt.shape import DecoderLayer, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RoleDescription, RunDescription
 from fulltilt.tune.packing import packing
 from fulltilt.words import in_bytes
 
-Phase = Literal["rollout", "sync", "reward", "logprob", "ref-logprob", "values", "update-critic", "update"]
+Phase = Literal["rollout", "sync", "reward", "old-logprob", "ref-logprob", "values", "update-critic", "update-actor"]
 PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
-BF16, FP32 = 2, 4
-STATES = 3  # fp32 master and two moments
+FP32 = 4
+MOMENTS = 2  # that Adam keeps of each number
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class MemoryModel:
 
 
 def memory_of(run: RunDescription) -> MemoryModel:
-    base = {"context": c.CONTEXT + c.COMMUNICATOR * groups(run)}
+    base = {"context": context_bytes(run)}
     resident = {"reference": 0 if run.offload_reference else reference_bytes(run)}
     beside = [own for own in run.others if not own.apart]
     for own in beside:
@@ -109,17 +111,19 @@ def memory_of(run: RunDescription) -> MemoryModel:
         found["rollout"] = base | stays | resident | {"engine": awake}
         entered = asleep["engine"] if run.system.packs and not run.engine.sleeps else own_copy + keeps
         found["sync"] = base | stays | resident | {"parameters": held["parameters"], "engine": entered}
-    if run.old_logprobs or run.reference or run.shared_reference:
-        at_work = {"parameters": held["parameters"], "reference": resident["reference"] or reference_bytes(run)}
-        found["logprob"] = idle | at_work | forward_bytes(run)
+    passing_actor = {"parameters": held["parameters"]} | forward_bytes(run)
+    if run.old_logprobs:
+        found["old-logprob"] = idle | passing_actor
+    if run.reference or run.shared_reference:
+        found["ref-logprob"] = idle | passing_actor | {"reference": resident["reference"] or reference_bytes(run)}
     for own in run.others:
-        around = {"context": c.CONTEXT + c.COMMUNICATOR * groups(own.run)} if own.apart else idle
+        around = {"context": context_bytes(own.run)} if own.apart else idle
         held_by_own = working_bytes(own.run)
         passing = {"parameters": held_by_own["parameters"]}
         found[PASSES_OF[own.role]] = around | named(own, staying_bytes(own.run) | passing) | forward_bytes(own.run)
         if own.role == "critic":
             found["update-critic"] = around | named(own, held_by_own) | update_bytes(own.run)
-    found["update"] = idle | held | update_bytes(run)
+    found["update-actor"] = idle | held | update_bytes(run)
     for kinds in found.values():
         kinds["workspace"] = c.OWN_WORKSPACE if run.system.packs else c.WORKSPACE
         trainer = (count for kind, count in kinds.items() if kind not in ("context", "engine", "graphs", "workspace"))
@@ -127,7 +131,7 @@ def memory_of(run: RunDescription) -> MemoryModel:
     return MemoryModel(
         {phase: PhaseMemory(kinds, run.gpu.memory) for phase, kinds in found.items()},
         kv_bytes=share - own_copy - c.ENGINE_WORKSPACE if run.rollout else 0,
-        sample_kv_bytes=run.lengths.longest_row * run.shape.kv_bytes_per_token(BF16) // kv_parts(run) if run.rollout else 0,
+        sample_kv_bytes=run.lengths.longest_row * run.shape.kv_bytes_per_token(run.itemsize) // kv_parts(run) if run.rollout else 0,
     )
 
 
@@ -208,30 +212,33 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
 
 def held_bytes(run: RunDescription) -> dict[str, int]:
     """Parameters, gradients and optimizer states of the actor in an update."""
-    own, layout = own_parameters(run), run.layout
+    own, layout, itemsize = own_parameters(run), run.layout, run.itemsize
+    wide, low = max(FP32, itemsize), itemsize < FP32
+    masters = MOMENTS + low  # numbers that the optimizer keeps of each one; those of float32 are their own masters
     if run.trained is not None:  # frozen parameters have no master
         learned = run.trained // layout.tensor
-        states = STATES * FP32 * learned // run.shard
+        states = masters * wide * learned // run.shard
         if run.backend == "fsdp":
-            shards = BF16 * (own.total + learned) // run.shard
-            return {"parameters": shards + gathered_bytes(run), "gradients": FP32 * learned // run.shard, "optimizer": states}
-        return {"parameters": BF16 * (own.total + learned), "gradients": FP32 * learned, "optimizer": states}
-    if run.backend == "fsdp":  # fp32 shards are their own masters
-        each = FP32 * own.total // run.shard
-        return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": 2 * each}
+            shards = itemsize * (own.total + learned) // run.shard
+            return {"parameters": shards + gathered_bytes(run), "gradients": wide * learned // run.shard, "optimizer": states}
+        return {"parameters": itemsize * (own.total + learned), "gradients": wide * learned, "optimizer": states}
+    if run.backend == "fsdp":  # wide shards are their own masters
+        each = wide * own.total // run.shard
+        return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": MOMENTS * each}
     # Experts are shared out among the GPUs that have the same ones.
     expert_copies = max(1, run.cluster.gpus // (layout.pipeline * layout.expert * max(1, layout.expert_tensor)))
     if layout.expert == 1 and layout.expert_tensor == 1:
         expert_copies = run.shard
-    states = STATES * FP32 * (own.shared // run.shard + own.experts // expert_copies)
-    return {"parameters": BF16 * own.total, "gradients": FP32 * own.total, "optimizer": states}
+    states = masters * wide * (own.shared // run.shard + own.experts // expert_copies)
+    sums = 1 if low or run.cluster.gpus == 1 else 2  # wide gradients of autograd are summed in memory of their own among several workers
+    return {"parameters": itemsize * own.total, "gradients": sums * wide * own.total, "optimizer": states}
 
 
 def gathered_bytes(run: RunDescription) -> int:
     """What FSDP has whole at once: two layers in bf16, and the tables."""
     layer = gathered_parameters(run) // len(run.shape.layers)
     tables = (2 if run.vocabulary_head else 1) * run.shape.vocabulary * run.shape.width // run.layout.tensor
-    return BF16 * (2 * layer + tables)
+    return run.itemsize * (2 * layer + tables)
 
 
 def gathered_parameters(run: RunDescription) -> int:
@@ -249,7 +256,12 @@ def reference_bytes(run: RunDescription) -> int:
     if not run.reference:
         return 0
     own = own_parameters(run)
-    return BF16 * own.total // run.shard if run.backend == "fsdp" else BF16 * own.total
+    return run.itemsize * own.total // run.shard if run.backend == "fsdp" else run.itemsize * own.total
+
+
+def context_bytes(run: RunDescription) -> int:
+    """What the driver and NCCL take of a GPU; nothing on a CPU."""
+    return 0 if run.gpu.is_cpu else c.CONTEXT + c.COMMUNICATOR * groups(run)
 
 
 def groups(run: RunDescription) -> int:
@@ -270,7 +282,7 @@ def update_tokens(run: RunDescription) -> float:
         return packing(run, batch.token_budget, batch.updates).largest
     if batch.token_budget is not None:
         return most_tokens(run, batch.token_budget, batch.updates)
-    return lengths.micro_batch_tokens(batch.micro_batch, max(1, batch.rows // batch.micro_batch)) / together
+    return lengths.micro_batch_tokens(batch.micro_batch, max(1, batch.rows // batch.micro_batch), batch.samples) / together
 
 
 def forward_tokens(run: RunDescription) -> float:
@@ -280,7 +292,8 @@ def forward_tokens(run: RunDescription) -> float:
         return packing(run, batch.forward_token_budget, 1).largest
     if batch.forward_token_budget is not None:
         return most_tokens(run, batch.forward_token_budget, 1)
-    return lengths.micro_batch_tokens(batch.forward_micro_batch, max(1, batch.rows // batch.forward_micro_batch)) / together
+    count = max(1, batch.rows // batch.forward_micro_batch)
+    return lengths.micro_batch_tokens(batch.forward_micro_batch, count, batch.samples) / together
 
 
 def most_tokens(run: RunDescription, budget: int, updates: int) -> float:
@@ -301,7 +314,7 @@ def update_bytes(run: RunDescription) -> dict[str, int]:
     is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
     margin = 1.0 if run.system.packs else ACTIVATION_MARGIN  # fulltilt's micro-batches are known by their tokens
-    kept = margin * tokens * stage.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
+    kept = margin * tokens * stage.kept_bytes(run.itemsize, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
     if run.offload_activations:  # but for what is on its way there, about a layer
         kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
@@ -326,7 +339,7 @@ def gradient_of_layer(run: RunDescription, again: int) -> float:
     def wide(layer: DecoderLayer) -> int:
         return layer.experts.active * 2 * layer.experts.inner if layer.experts else layer.inner
 
-    wanted = BF16 * (max(map(wide, set(run.shape.layers))) + 3 * run.shape.width) / run.layout.tensor
+    wanted = run.itemsize * (max(map(wide, set(run.shape.layers))) + 3 * run.shape.width) / run.layout.tensor
     return wanted + (largest_layer(run) if again else 0)
 
 
@@ -337,7 +350,7 @@ def read_share(run: RunDescription) -> float:
 
 def largest_layer(run: RunDescription) -> float:
     """Bytes of a token in the layer that keeps most."""
-    return max(run.shape.layer_bytes(layer, BF16, fused=run.fused_layers) for layer in set(run.shape.layers)) / run.layout.tensor
+    return max(run.shape.layer_bytes(layer, run.itemsize, fused=run.fused_layers) for layer in set(run.shape.layers)) / run.layout.tensor
 
 
 def read_tokens(run: RunDescription, *, learns: bool) -> float:
@@ -359,7 +372,8 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
     if run.fused_head or run.system.packs:
         entropy: Entropy = "gradient" if learns and run.entropy else "value"
         options = HeadOptions(run.fused_head, recompute=not (learns and run.kept_logits))
-        return head_bytes(int(rows), vocabulary, run.shape.width, options, entropy=entropy).peak
+        kind = {"itemsize": run.itemsize, "device": run.gpu.device}
+        return head_bytes(int(rows), vocabulary, run.shape.width, options, entropy=entropy, **kind).peak  # type: ignore[arg-type]
     return int(rows * vocabulary * (c.LOGIT_BYTES + (c.LOGIT_GRADIENT_BYTES if learns else 0)))
 
 
@@ -369,16 +383,17 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
 def prefill_bytes(run: RunDescription) -> int:
     """Activations of a pass over prompts, each of which is read once for all its samples."""
     prompts = min(run.batch.rollout_prompts / run.engines, -(-run.engine.max_seqs // run.batch.samples))
-    return int(min(prompts * run.lengths.prompt, BATCHED_TOKENS["cuda"]) * largest_layer(run) * run.layout.tensor / run.engine.tensor)
+    tokens = min(prompts * run.lengths.prompt, run.engine.max_batched_tokens)
+    return pass_bytes(run.shape, tokens, run.itemsize, fused=run.fused_layers, parts=run.engine.tensor)
 
 
 def engine_weights(run: RunDescription) -> int:
-    return BF16 * parameters(run.shape).total // run.engine.tensor
+    return run.itemsize * parameters(run.shape).total // run.engine.tensor
 
 
 def engine_bytes(run: RunDescription) -> int:
     """What an engine takes of a GPU while it is awake: a share of the whole memory, its weights included."""
-    return int(run.engine.memory_share * run.gpu.memory)
+    return round(run.engine.memory_share * run.gpu.memory)
 
 
 def kv_parts(run: RunDescription) -> int:

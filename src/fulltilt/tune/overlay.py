@@ -21,6 +21,7 @@ devices is refused.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,8 +216,8 @@ def same_device(one: str, other: str) -> bool:
         return True
     try:
         return accelerator(one) == accelerator(other)
-    except UserError:
-        return False
+    except UserError:  # not in the table: the driver's name has the one that people write among its words
+        return min(one, other, key=len).lower() in re.split(r"[\s_]+", max(one, other, key=len).lower())
 
 
 def apply(overlay: Overlay, path: Path, run: Path, overrides: Sequence[str], here: TunedFor, config: Config) -> Applied:

@@ -9,31 +9,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fulltilt.hardware import Cluster
-from fulltilt.parallel.cuts import expert_counts, require_legal
+from fulltilt.knobs import LEDGER
+from fulltilt.parallel.cuts import expert_counts, require_legal, require_legal_experts, whole_experts_in_rollouts
 from fulltilt.parallel.layout import Sharding
 from fulltilt.plan import (
+    BATCHED_TOKENS,
     KEPT_AS,
+    MOST_SEQS,
+    OFFLOADS,
     TOKEN_BUDGET,
     Division,
     Facts,
     Plan,
     RoleFacts,
+    RolePlan,
+    RoleSettings,
+    blocks_per_sample,
     cache_bytes,
     check_loading,
     choose_division,
     choose_sharding,
     divided,
+    graphs_without_device,
     longest_response,
     make_plan,
+    plan_roles,
     releases_memory,
+    size_key,
     sizes_given,
+    unless_auto,
+    update_budget,
     updates_per_step,
     uses_graphs,
+    why_decoding_has_no_graphs,
     why_undivided,
     why_unshared,
 )
@@ -44,7 +57,7 @@ from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import ENGINE_WORKSPACE, FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, Role, RoleDescription, RunDescription, TrainLayout
 from fulltilt.tune.lengths import Lengths
-from fulltilt.tune.memory_model import BF16, parameters
+from fulltilt.tune.memory_model import parameters
 from fulltilt.tune.shapes import named_shape
 from fulltilt.words import joined, many
 
@@ -62,7 +75,7 @@ BUDGETS_OF = {
 @dataclass(frozen=True)
 class OwnPlan:
     run: RunDescription
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, Any] = field(default_factory=dict)  # where plan.py refuses the run, those that are known
     reasons: tuple[str, ...] = ()  # what the run does, and what the models leave out
     refused: str = ""  # why plan.py finds that it does not fit
     why: Mapping[str, str] = field(default_factory=dict)  # why each knob has its value
@@ -70,6 +83,7 @@ class OwnPlan:
 
 def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> OwnPlan:
     """`response`: mean tokens; None: a quarter of the longest."""
+    check_device(config, cluster)
     settings, lengths = algorithm_settings(config), lengths_of(config, shape, response)
     shapes, unknown = shapes_of(config, shape, settings)
     teams = teams_of(config, shapes, cluster, lengths)
@@ -80,8 +94,6 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
     every = list(dict.fromkeys(teams.values()))
     refused = "; ".join(team.refused for team in every if team.refused)
     words = (steps_in_words(config), *unknown, *notes(config, settings))
-    if any(team.made is None for team in every):
-        return OwnPlan(run, {}, words, refused)
     knobs = knobs_of(config, teams)
     return OwnPlan(run, knobs, words, refused, reasons_of(config, teams, knobs))
 
@@ -135,19 +147,37 @@ class TeamPlan:
     facts: Facts  # of one of its workers
     made: Plan | None  # None: nothing fits
     refused: str = ""  # why it does not fit
+    settled: RolePlan | None = None  # how roles would run, where that is known of a run that does not fit
+
+    @property
+    def settings(self) -> Mapping[str, RoleSettings]:
+        """How roles run, as far as that is known."""
+        return self.made.roles if self.made else self.settled.settings if self.settled else {}
+
+    @property
+    def reasons(self) -> Mapping[tuple[str, str], str]:
+        """Why `auto` became what it did, by role and key."""
+        return self.made.reasons if self.made else self.settled.reasons if self.settled else {}
+
+    @property
+    def budgets_of_auto(self) -> Mapping[str, int]:
+        """Tokens of updates, by role."""
+        if self.made:
+            return {role: getattr(self.made.budgets, BUDGETS_OF[role][0]) for role in self.facts.roles if BUDGETS_OF[role][0]}
+        return self.settled.budgets if self.settled else {}
 
     def layout(self, config: Config, role: str) -> TrainLayout:
         sharding = self.facts.sharding_of(role)
         return TrainLayout(
             tensor=self.facts.parts_of(role),
-            sequence=self.made.roles[role].sequence_parallel if self.made else 1,
+            sequence=self.settings[role].sequence_parallel if role in self.settings else 1,
             expert=self.way.of(config, role).apart,
             shard=sharding.group if sharding.parameters else 1,
         )
 
     def execution(self, config: Config, role: str) -> dict[str, Any]:
         """The fields of a `RunDescription` that say how a role runs."""
-        own, model = self.made.roles[role] if self.made else None, self.facts.roles[role]
+        own, model = self.settings.get(role), self.facts.roles[role]
         found: dict[str, Any] = {
             "cluster": self.cluster,
             "layout": self.layout(config, role),
@@ -167,7 +197,7 @@ class TeamPlan:
             of_samples = dict.fromkeys(("micro_batch", "forward_micro_batch"), section.micro_batch)
             return {**of_samples, "token_budget": None, "forward_token_budget": None}
         update, forward = BUDGETS_OF[role]
-        usual = TOKEN_BUDGET["cuda"]
+        usual = TOKEN_BUDGET[self.cluster.gpu.device]
         each = [getattr(self.made.budgets, name) if self.made and name else usual for name in (update, forward)]
         return {"token_budget": each[0], "forward_token_budget": each[1]}
 
@@ -191,16 +221,18 @@ def teams_of(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, leng
 
 
 def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks: range, lengths: Lengths) -> TeamPlan:
-    """What plan.py decides for the GPUs `ranks` of a run, which have these roles; or why it finds that nothing fits."""
+    """What plan.py decides for the devices `ranks` of a run, which have these roles; or why it finds that nothing fits."""
+    device = cluster.gpu.device
     sampled = preset_of(config).rollout and "actor" in shapes
-    roles = {role: RoleFacts.of_shape(shape, config, "cuda", learns=role in KEPT_AS, role=role) for role, shape in shapes.items()}
+    roles = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role, shape in shapes.items()}
     longest = lengths.most_prompt if sampled else lengths.longest_row
     memory, size, machine = cluster.gpu.memory, len(ranks), max(1, min(cluster.per_machine, cluster.gpus))
     # As parallel/ranks.py and cluster/sizes.py have it: groups of neighbours are on one machine.
     within = size if ranks[0] // machine == ranks[-1] // machine else math.gcd(size, machine, ranks[0])
     beside = machine if ranks[0] % machine == 0 else 1
     check_sizes(config, shapes, size)
-    whole = Facts("cuda", memory, HOST_SHARE * memory, roles, longest, 1, rollout=sampled, sharding=Sharding(workers=size))
+    on_device, on_host = (0, memory) if device == "cpu" else (memory, HOST_SHARE * memory)
+    whole = Facts(device, on_device, on_host, roles, longest, 1, rollout=sampled, sharding=Sharding(workers=size), within=within)
     only, unshared = why_undivided(config, sampled=sampled), why_unshared(config)
     way = choose_division(config, whole, within=within, beside=beside, only=only, unshared=unshared)
     facts = divided(config, whole, way)
@@ -212,19 +244,50 @@ def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks
         check_loading(facts)
         return TeamPlan(team, way, facts, make_plan(config, facts))
     except UserError as error:
-        return TeamPlan(team, way, facts, None, str(error))
+        return TeamPlan(team, way, facts, None, str(error), settled_roles(config, facts))
+
+
+def settled_roles(config: Config, facts: Facts) -> RolePlan | None:
+    """How roles would run in a run that plan.py refuses; None: it is refused for that."""
+    try:
+        return plan_roles(config, facts)
+    except UserError:
+        return None
+
+
+def check_device(config: Config, cluster: Cluster) -> None:
+    """Refuse keys that have no effect on a CPU, as the run does."""
+    if not cluster.gpu.is_cpu:
+        return
+    keys = [f"{section}.{name}" for section in ("train", *BUDGETS_OF) for name in OFFLOADS if hasattr(getattr(config, section), name)]
+    without_effect = [key for key in keys if value_of(config, key) is True]
+    wrong = [f"{key}: true, but the run is on the CPU: its memory is the host's already. Remove the key" for key in without_effect]
+    if wrong := [*wrong, *graphs_without_device(config, cluster.gpu.device)]:
+        raise UserError("; ".join(wrong))
 
 
 def check_sizes(config: Config, shapes: Mapping[str, Shape], workers: int) -> None:
     """Refuse sizes that the models or the number of GPUs cannot have."""
-    for key, size in sizes_given(config).items():
-        if not isinstance(size, int) or (key.startswith("rollout") and "actor" not in shapes):
-            continue
+    given = {key: unless_auto(size, 1) for key, size in sizes_given(config).items()}
+    division, rollout = Division(given["train.tensor_parallel"], given["train.expert_parallel"]), "rollout.tensor_parallel"
+    sizes = {role: division.of(config, role) for role in shapes}
+    keys = {name: {role: size_key(config, role, name) for role in shapes} for name in ("tensor_parallel", "expert_parallel")}
+    counts = {keys["tensor_parallel"][role]: own.tensor for role, own in sizes.items()}
+    counts |= {keys["expert_parallel"][role]: own.experts for role, own in sizes.items()}
+    counts |= {rollout: given[rollout]} if "actor" in shapes else {}
+    for key, size in counts.items():
         if workers % size:
             raise UserError(f"{key}: {size} does not divide the {workers} GPUs that have {joined(list(shapes), 'and')}. Change one of them")
-        if key.endswith("tensor_parallel"):
-            for shape in shapes.values():
-                require_legal(shape, size, key)
+    for role, own in sizes.items():
+        require_legal(shapes[role], own.tensor, keys["tensor_parallel"][role], whole_experts=own.experts > 1)
+        if own.experts > 1 and expert_counts(shapes[role]):  # members that divide layers have whole experts: as many as others
+            require_legal_experts(shapes[role], max(own.tensor, own.experts), keys["expert_parallel"][role])
+    if "actor" in shapes:
+        size, experts = given[rollout], config.rollout.expert_parallel
+        whole = whole_experts_in_rollouts(experts, size, division.tensor, division.experts, shapes["actor"])
+        require_legal(shapes["actor"], size, rollout, whole_experts=whole)
+        if whole:
+            require_legal_experts(shapes["actor"], size, "rollout.expert_parallel")
 
 
 # ---- the description ---------------------------------------------------------------------------------------------------------------------
@@ -239,8 +302,9 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
         engine=EngineDescription(
             tensor=team.way.rollout,
             memory_share=engine_share(config, shape, team, copies=copies) if sampled else 0.0,
-            graphs=uses_graphs(config, "cuda", copied=copies),
-            max_seqs=team.made.budgets.max_seqs if team.made else 1024,
+            graphs=uses_graphs(config, team.facts.device, copied=copies),
+            max_seqs=team.made.budgets.max_seqs if team.made else MOST_SEQS[team.facts.device],
+            max_batched_tokens=team.made.budgets.max_batched_tokens if team.made else BATCHED_TOKENS[team.facts.device],
             sleeps=releases_memory(config),
             own_copy=copies,
             keeps_copy=copies,
@@ -254,11 +318,12 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
             sampled=settings["prompts_per_round"] if settings.get("dynamic_sampling") else None,
         ),
         old_logprobs=sampled and reads_old(config, settings),
-        trained=team.facts.roles["actor"].trained * team.facts.parts if config.lora.rank else None,
+        trained=RoleFacts.of_shape(shape, config, "cuda", learns=True).trained if config.lora.rank else None,
         shared_reference=compares(settings) and shares_model(config),
         fused_rope=True,
         entropy=bool(settings.get("entropy_coef")),
         rollout=sampled,
+        itemsize=team.facts.actor.itemsize,
         system=FULLTILT,
         name="the run",
         **{"fused_head": True} | team.execution(config, "actor"),
@@ -270,15 +335,15 @@ def other_role(config: Config, run: RunDescription, role: Role, shape: Shape, te
     if role == "reward_model":  # it scores what is sampled, kept or not
         batch = replace(batch, prompts=run.batch.rollout_prompts)
     adapted = config.lora.rank and config.lora.critic
-    trained = team.facts.roles[role].trained * team.facts.parts_of(role) if adapted and role == "critic" else None
+    trained = RoleFacts.of_shape(shape, config, "cuda", learns=True, role=role).trained if adapted and role == "critic" else None
     return run.beside(role, **team.execution(config, role) | {"shape": shape, "batch": batch, "trained": trained})
 
 
 def engine_share(config: Config, shape: Shape, team: TeamPlan, *, copies: bool) -> float:
     """The share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters where it has one."""
     cache = cache_bytes(config, team.facts, team.made.budgets.kv_blocks) if team.made else 0
-    copy = BF16 * parameters(shape).total // team.way.rollout if copies else 0
-    return min(1.0, (cache + copy + ENGINE_WORKSPACE) / team.cluster.gpu.memory)
+    copy = team.facts.actor.itemsize * parameters(shape).total // team.way.rollout if copies else 0
+    return (cache + copy + ENGINE_WORKSPACE) / team.cluster.gpu.memory
 
 
 def reads_old(config: Config, settings: Mapping[str, Any]) -> bool:
@@ -330,99 +395,231 @@ OF_OTHERS["reward_model"] = OF_OTHERS["ref"]
 FIXED = ("train.packing", "train.fused_head", "train.entropy_recompute", "actor.dynamic_batch")
 OF_SEVERAL, OF_SHARED = ("train.balance",), ("train.reshard_after_forward", "train.forward_prefetch")
 OF_ROLLOUT = ("rollout.engine", "rollout.block_tokens", "rollout.chunked_prefill", "rollout.prefix_sharing", "rollout.log_stats")
+SET_BY_HAND = "set in the run"
 
 
 def knobs_of(config: Config, teams: Mapping[str, TeamPlan]) -> dict[str, Any]:
-    """The value of every performance knob that has an effect in this run."""
+    """The value of every performance knob that has an effect in this run or is set in it; where plan.py refuses the run, of those that
+    are known."""
     team = teams["actor"]
-    facts, made, way, sampled = team.facts, team.made, team.way, team.facts.rollout
-    assert made
-    found: dict[str, Any] = {}
-    if team.cluster.gpus > 1:
-        sharding, own = facts.sharding, made.roles["actor"]
-        found |= {"train.shard": sharding.shard, "train.tensor_parallel": way.tensor, "train.sequence_parallel": own.sequence_parallel}
-        found |= {"train.shard_size": sharding.group} if sharding.shard == "hybrid" else {}
-        found |= {"train.expert_parallel": way.experts} if expert_counts(facts.actor.shape) else {}
-        found |= {"rollout.tensor_parallel": way.rollout} if sampled else {}
-    found |= {f"train.{name}": getattr(made.roles["actor"], name) for name in OF_ACTOR}
+    facts, own = team.facts, team.settings.get("actor")
+    found: dict[str, Any] = dict(layout_knobs(config, team)) if team.cluster.gpus > 1 else {}
+    found |= {f"train.{name}": getattr(own, name) for name in OF_ACTOR} if own else {}
     found |= {"train.fused_layers": facts.actor.fused, "train.compile": config.train.compile is True}
-    budgets = made.budgets
-    found |= {"actor.token_budget": budgets.token_budget}
-    if sampled:
-        found |= {"actor.forward_token_budget": budgets.forward_token_budget}
-        found |= {"rollout.kv_bytes": cache_bytes(config, facts, budgets.kv_blocks), "rollout.max_seqs": budgets.max_seqs}
-        found |= {"rollout.max_batched_tokens": budgets.max_batched_tokens, "rollout.release_memory": releases_memory(config)}
-        found |= {"rollout.cuda_graphs": uses_graphs(config, "cuda", copied=facts.samples_from_copy)}
-    for role, keys in OF_OTHERS.items():
-        if role in teams:
-            found |= dict(role_knobs(role, keys, teams[role]))
+    found |= dict(budget_knobs(config, "actor", team))
+    found |= dict(rollout_knobs(config, team)) if facts.rollout else {}
+    for role in (role for role in OF_OTHERS if role in teams):
+        found |= dict(role_knobs(config, role, teams[role]))
     fixed = (*FIXED, *(OF_SEVERAL if team.cluster.gpus > 1 else ()), *(OF_SHARED if facts.sharding.parameters else ()))
-    return found | {key: value_of(config, key) for key in (*fixed, *(OF_ROLLOUT if sampled else ()))}
+    found |= {key: value_of(config, key) for key in (*fixed, *(OF_ROLLOUT if facts.rollout else ()))}
+    by_hand = (knob.name for knob in LEDGER if knob.built and is_set(config, knob.name))
+    return found | {knob: value_of(config, knob) for knob in by_hand if knob not in found}
 
 
-def role_knobs(role: str, keys: Collection[str], team: TeamPlan) -> Iterator[tuple[str, Any]]:
-    assert team.made
-    for key in keys:
-        yield f"{role}.{key}", getattr(team.made.roles[role], key)
-    for key, name in zip(("token_budget", "forward_token_budget"), BUDGETS_OF[role], strict=True):
-        if name:
-            yield f"{role}.{key}", getattr(team.made.budgets, name)
+def layout_knobs(config: Config, team: TeamPlan) -> Iterator[tuple[str, Any]]:
+    """How several GPUs share the actor."""
+    facts, way, own = team.facts, team.way, team.settings.get("actor")
+    divides_experts = bool(expert_counts(facts.actor.shape))
+    yield "train.shard", facts.sharding.shard
+    if facts.sharding.shard == "hybrid":
+        yield "train.shard_size", facts.sharding.group
+    yield "train.tensor_parallel", way.tensor
+    if own:
+        yield "train.sequence_parallel", own.sequence_parallel
+    if divides_experts:
+        yield "train.expert_parallel", way.experts
+    if not facts.rollout:
+        return
+    yield "rollout.tensor_parallel", way.rollout
+    if divides_experts and way.rollout > 1:
+        given = config.rollout.expert_parallel
+        whole = whole_experts_in_rollouts(given, way.rollout, way.tensor, way.experts, facts.actor.shape)
+        yield "rollout.expert_parallel", way.rollout if whole else 1
 
 
-UNDECIDED = "the value that it has unless it is set"
-# Why `auto` has a value that nothing has made it change.
+def rollout_knobs(config: Config, team: TeamPlan) -> Iterator[tuple[str, Any]]:
+    if team.made:
+        budgets = team.made.budgets
+        yield "rollout.kv_bytes", cache_bytes(config, team.facts, budgets.kv_blocks)
+        yield "rollout.max_seqs", budgets.max_seqs
+        yield "rollout.max_batched_tokens", budgets.max_batched_tokens
+    yield "rollout.release_memory", releases_memory(config)
+    yield "rollout.cuda_graphs", why_decoding_has_no_graphs(config, team.facts) is None
+
+
+def budget_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[str, int]]:
+    """Tokens of a role's micro-batches, where these are not filled by samples."""
+    section = getattr(config, role)
+    if not section.dynamic_batch and section.micro_batch:
+        return
+    update, forward = BUDGETS_OF[role]
+    if update and team.settings:
+        yield f"{role}.token_budget", update_budget(config, team.facts.device, role, team.budgets_of_auto)
+    if forward and team.made and (team.facts.rollout or role != "actor"):
+        yield f"{role}.forward_token_budget", getattr(team.made.budgets, forward)
+
+
+def role_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[str, Any]]:
+    """Those of a role beside the actor."""
+    own = team.settings.get(role)
+    for key in OF_OTHERS[role] if own else ():
+        yield f"{role}.{key}", getattr(own, key)
+    if team.cluster.gpus > 1:
+        yield f"{role}.tensor_parallel", team.facts.parts_of(role)
+        if own:
+            yield f"{role}.sequence_parallel", own.sequence_parallel
+        if expert_counts(team.facts.roles[role].shape):
+            yield f"{role}.expert_parallel", team.way.of(config, role).experts
+    yield f"{role}.dynamic_batch", getattr(config, role).dynamic_batch
+    yield from budget_knobs(config, role, team)
+
+
+# ---- reasons -----------------------------------------------------------------------------------------------------------------------------
+
+# Why a knob has its value where nothing has made it change.
 USUAL = {
+    "train.shard_size": "the GPUs of a machine, between which links are fastest",
     "train.sequence_parallel": "the longest sample fits on one GPU",
     "train.recompute": "a micro-batch fits with everything kept",
     "train.offload_optimizer": "it fits on the GPU",
     "train.offload_grads": "they fit on the GPU",
     "train.offload_params": "the actor's stay, so that the engine and its CUDA graphs can read them",
     "train.offload_activations": "they fit on the GPU",
-    "train.head_recompute": "logits of a whole micro-batch would not fit beside the rest, or recompute is on anyway",
+    "train.head_recompute": "logits of a whole micro-batch would not fit beside the rest",
     "train.compile": "its gain has not been shown for every model",
+    "train.packing": "samples lie side by side, and no padding is computed",
+    "train.fused_head": "the logits of a whole micro-batch are never held at once",
+    "train.entropy_recompute": "nothing is kept for the entropy's gradient",
+    "train.balance": "micro-batches are dealt out by their cost, so that no worker waits for another",
+    "train.reshard_after_forward": "a layer's parameters are given back between its forward and its backward pass",
+    "train.forward_prefetch": "a layer is gathered while the one before it computes",
+    "actor.dynamic_batch": "micro-batches are filled by tokens, so that short samples share one",
     "actor.token_budget": "it keeps the GPU busy, and more would only take memory",
     "actor.forward_token_budget": "twice the update's: nothing is kept for a backward pass",
-    "rollout.max_seqs": "all samples of a step, at most 1024",
+    "rollout.engine": "it computes as the trainer does, so that log-probs agree",
+    "rollout.expert_parallel": "whole experts where their number allows it, since products of parts are narrow",
+    "rollout.block_tokens": "small blocks leave little of the cache unused at the end of a sample",
+    "rollout.chunked_prefill": "long prompts are split, so that decoding does not wait for them",
+    "rollout.prefix_sharing": "a group's prompt is computed and kept once",
+    "rollout.log_stats": "the log and the metrics show what the engine waits for",
+    "rollout.max_seqs": f"all samples of a step, at most {MOST_SEQS['cuda']}",
     "rollout.max_batched_tokens": "prompts fill the GPU, and decoding does not wait long",
     "rollout.release_memory": "the update gets the cache's memory",
-    "critic.token_budget": "twice the actor's: there is no vocabulary head",
     "critic.forward_token_budget": "twice the critic's own: nothing is kept for a backward pass",
-    "ref.forward_token_budget": "as the actor's",
-    "reward_model.forward_token_budget": "twice the actor's: there is no vocabulary head",
+    "ref.forward_token_budget": "nothing is kept for a backward pass",
+    "reward_model.forward_token_budget": "nothing is kept for a backward pass, and there is no vocabulary head",
+}
+
+
+TWICE = "twice the actor's: there is no vocabulary head"
+UNDIVIDED_ON_CPU = "auto divides no model on a CPU"
+# Where `auto` goes by other rules on a CPU.
+ON_CPU = {
+    "train.shard": "auto shares out no parameters on a CPU",
+    "train.tensor_parallel": UNDIVIDED_ON_CPU,
+    "train.expert_parallel": UNDIVIDED_ON_CPU,
+    "train.sequence_parallel": UNDIVIDED_ON_CPU,
+    "rollout.tensor_parallel": UNDIVIDED_ON_CPU,
+    "train.recompute": "on a CPU time is shorter than memory",
+    "train.head_recompute": "it saves memory, and costs one product of the head",
+    "train.fused_layers": "auto fuses layers on a GPU only",
+    "actor.token_budget": "small passes waste nothing on a CPU",
+    "rollout.max_seqs": f"all samples of a step, at most {MOST_SEQS['cpu']}",
+    "rollout.max_batched_tokens": "small passes waste nothing on a CPU",
+    "rollout.cuda_graphs": "a CPU has none",
 }
 
 
 def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str, Any]) -> dict[str, str]:
     """One line for each knob."""
-    team, found = teams["actor"], dict[str, str]()
+    found = dict[str, str]()
+    for own in dict.fromkeys(teams.values()):
+        found |= dict(decided_reasons(config, own))
+    found |= dict(rollout_reasons(config, teams["actor"], knobs)) if teams["actor"].facts.rollout else {}
+    # What a team has decided is the true reason; values only tell where nothing was decided.
+    found = dict(value_reasons(config, teams, knobs)) | found
+    for role in (role for role in OF_OTHERS if role in teams):
+        found |= dict(inherited_reasons(config, role, apart=teams[role] is not teams["actor"]))
+    if teams["actor"].facts.device == "cpu":
+        found |= ON_CPU
+        found |= {knob: "the run is on the CPU: its memory is the host's already" for knob in knobs if knob.partition(".")[2] in OFFLOADS}
+    lines = {knob: found.get(knob) or usual_reason(knob) for knob in knobs}
+    return lines | {knob: SET_BY_HAND for knob in knobs if is_set(config, knob)}
+
+
+def decided_reasons(config: Config, team: TeamPlan) -> Iterator[tuple[str, str]]:
+    """What plan.py says of its own decisions for some GPUs."""
+    has_actor = "actor" in team.facts.roles
+    alone = "no other role works on these GPUs, so they are never in the way"
+    if team.facts.sharding.why and has_actor:
+        yield "train.shard", team.facts.sharding.why
     for text in team.way.words:
         if told := re.fullmatch(r"(\S+) = \S+ \(auto: (.*)\)", text):
-            found[told[1]] = told[2]
-    if why := team.facts.sharding.why:
-        found["train.shard"] = why
-    alone = "nothing else works on these GPUs"
-    for own in dict.fromkeys(teams.values()):
-        assert own.made
-        if len(own.facts.roles) == 1 and "actor" not in own.facts.roles:
-            found[f"{next(iter(own.facts.roles))}.offload_params"] = alone
-        of_roles = {("train" if role == "actor" else role, key): text for (role, key), text in own.made.reasons.items() if text}
-        found |= {f"{section}.{key}": text for (section, key), text in of_roles.items()}
-    if "rollout.kv_bytes" in knobs:
-        tokens = knobs["rollout.kv_bytes"] // max(1, team.facts.token_bytes)
-        found["rollout.kv_bytes"] = f"what is free in rollouts less a reserve, for {tokens} tokens"
-    if "rollout.cuda_graphs" in knobs:
-        found["rollout.cuda_graphs"] = "the host launches no kernels in a decode step" if knobs["rollout.cuda_graphs"] else "they cannot be"
+            # What is said of [train] is meant for the one role that has these GPUs, where it is not the actor.
+            yield told[1] if has_actor else told[1].replace("train", next(iter(team.facts.roles))), told[2]
+    if len(team.facts.roles) == 1:
+        role = next(iter(team.facts.roles))
+        copied = role == "actor" and team.facts.samples_from_copy
+        yield f"{'train' if has_actor else role}.offload_params", "auto never moves the actor's" if copied else alone
+    for (role, key), text in team.reasons.items():
+        if text:
+            yield f"{'train' if role == 'actor' else role}.{key}", text
+
+
+def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    why_no_graphs = why_decoding_has_no_graphs(config, team.facts)
+    yield "rollout.cuda_graphs", why_no_graphs or "the host launches no kernels in a decode step"
+    if not team.made:
+        return
+    budgets, tokens = team.made.budgets, f"for {team.made.budgets.kv_blocks * config.rollout.block_tokens} tokens"
+    share = config.rollout.memory_fraction
+    if share != "auto":
+        yield "rollout.kv_bytes", f"{share:g} of what is free in rollouts (rollout.memory_fraction), {tokens}"
+    elif budgets.kv_blocks == (blocks_per_sample(config, team.facts) + 1) * budgets.max_seqs:
+        yield "rollout.kv_bytes", f"as much as all samples at once can need, {tokens}"
+    else:
+        yield "rollout.kv_bytes", f"what is free in rollouts less a reserve, {tokens}"
+    if budgets.max_batched_tokens < BATCHED_TOKENS[team.facts.device]:
+        yield "rollout.max_batched_tokens", "a larger pass over prompts would leave too little for the KV cache"
+
+
+def value_reasons(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Reasons that follow from the values, where no team has decided otherwise."""
     fused = "few kernels a layer, which read and write less" if knobs["train.fused_layers"] else "there are no fused layers for this family"
-    found["train.fused_layers"] = fused
-    if len(team.facts.roles) == 1 and not team.facts.copy_bytes and not team.facts.sharding.parameters:
-        found["train.offload_params"] = alone
-    lines = {knob: found.get(knob) or usual_reason(knob) for knob in knobs}
-    return lines | {knob: "set in the run" for knob in knobs if is_set(config, knob)}
+    yield "train.fused_layers", "compiled layers are not fused" if config.train.compile is True else fused
+    if knobs.get("train.recompute", "none") != "none" or knobs.get("train.offload_activations"):
+        yield "train.head_recompute", "memory is short, and kept logits would save less time for their bytes than kept activations"
+    if not algorithm_settings(config).get("entropy_coef"):
+        yield "train.entropy_recompute", "the loss has no entropy bonus, so that nothing is kept for its gradient"
+    usual = TOKEN_BUDGET[teams["actor"].facts.device]
+    for role, most in (("actor", usual), ("critic", 2 * usual)):
+        tokens, of_actor = knobs.get(f"{role}.token_budget", most), knobs.get("actor.token_budget")
+        follows = role == "critic" and is_set(config, "actor.token_budget")
+        if tokens < most and not follows:
+            yield f"{role}.token_budget", "more would not fit, with all recompute and offload of activations that there may be"
+        elif tokens > most and not follows:
+            yield f"{role}.token_budget", "with fewer tokens of so small a model the GPU would wait for its host"
+        elif role == "critic" and of_actor is not None and tokens == 2 * of_actor:
+            yield "critic.token_budget", TWICE
+    # What the other roles get follows from what is usual, which a smaller or larger budget of the actor leaves as it is.
+    forward = knobs.get("actor.forward_token_budget")
+    if forward is not None and knobs.get("ref.forward_token_budget") == forward:
+        yield "ref.forward_token_budget", "as the actor's"
+    if forward is not None and knobs.get("reward_model.forward_token_budget") == 2 * forward:
+        yield "reward_model.forward_token_budget", TWICE
+
+
+def inherited_reasons(config: Config, role: str, *, apart: bool) -> Iterator[tuple[str, str]]:
+    """Keys that a role takes over from [train]. `apart`: it has GPUs of its own, for which sizes are decided apart."""
+    for key in (*OF_OTHERS[role], "tensor_parallel", "sequence_parallel", "expert_parallel"):
+        follows = getattr(getattr(config, role), key, None) is None
+        if follows and (is_set(config, f"train.{key}") or (key in ("tensor_parallel", "expert_parallel") and not apart)):
+            yield f"{role}.{key}", f"as train.{key}"
 
 
 def usual_reason(knob: str) -> str:
     section, _, key = knob.partition(".")
-    own = USUAL.get(knob) or USUAL.get(f"train.{key}") if section != "rollout" else USUAL.get(knob)
     if knob.endswith("offload_params") and section != "train":
-        own = "it fits on the GPU beside the other roles"
-    return own or UNDECIDED
+        return "it fits on the GPU beside the other roles"
+    of_section = (USUAL.get(name) for name in (knob, *(() if section == "rollout" else (f"train.{key}", f"actor.{key}"))))
+    return next((text for text in of_section if text), None) or next(own.auto for own in LEDGER if own.name == knob) or "its default"

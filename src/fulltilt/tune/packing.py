@@ -53,9 +53,7 @@ def packed(lengths: Lengths, rows: int, budget: int) -> Packing:
 def spread(lengths: Lengths, rows: int) -> list[tuple[float, float]]:
     """Prompt and response tokens of so many rows: responses as their distribution has them, prompts evenly between a least and the most,
     if their mean allows that."""
-    low = 2 * lengths.prompt - lengths.most_prompt
-    width = lengths.most_prompt - low if low > 0 else 0.0
-    quantiles = lengths.responses
+    width, quantiles = lengths.prompt_width, lengths.responses
     prompts = [lengths.prompt + width * ((row + 1) * GOLDEN % 1 - 0.5) for row in range(rows)]
     responses = [quantiles[int((row + 0.5) * len(quantiles) / rows)] for row in range(rows)]
     total = sum(responses)

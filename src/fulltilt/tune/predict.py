@@ -1,8 +1,9 @@
 """What the models of memory and time predict for the steps of a run, with the devices, the plan and the lengths that it really has.
 
-Enters: a configuration, the shape of its model, its devices and its plan; then the metrics of each step. Leaves: for each phase that was
-measured, the predicted seconds and peak memory, named `predicted/` and the name of the measurement. Guaranteed: arithmetic alone, nothing
-is fitted to the run; the same metrics give the same predictions. `UserError`: the models do not know the device, or do not cover the run.
+Enters: a configuration, the shape of its model, its devices, its plan and what a probe has said of the devices; then the metrics of each
+step. Leaves: for each phase that was measured, the predicted seconds and peak memory, named `predicted/` and the name of the measurement.
+Guaranteed: arithmetic alone, no step is fitted; the same metrics give the same predictions. `UserError`: the models do not know the device,
+or do not cover the run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, get_args
 
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.observe.metrics import TIMING_NAMES
@@ -20,19 +21,17 @@ from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import DecoderLayer, Experts, ModelFamily, Recompute, Shape
 from fulltilt.tune.constants import ENGINE_WORKSPACE
-from fulltilt.tune.description import RunDescription
+from fulltilt.tune.description import AS_MODELLED, Calibration, RunDescription
 from fulltilt.tune.lengths import Lengths
-from fulltilt.tune.memory_model import BF16, MemoryModel, PhaseMemory, memory_of, parameters
+from fulltilt.tune.memory_model import MemoryModel, Phase, PhaseMemory, memory_of, parameters
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
 
 PREDICTED = "predicted/"
 CPU = "CPU"
-# The phases of the model of memory, by the names of measured ones; the first that it has counts.
-MEMORY_PHASES = {
-    "gen": ("rollout",), "sync": ("sync",), "reward": ("reward",), "old_log_prob": ("logprob",), "ref": ("ref-logprob", "logprob"),
-    "values": ("values",), "update_critic": ("update-critic",), "update_actor": ("update",),
-}  # fmt: skip
+# The phases that the model of memory has, under the names of their measurements.
+MEMORY_PHASES: Mapping[str, Phase] = {TIMING_NAMES[phase]: phase for phase in get_args(Phase)}
+NOT_DESCRIBED = ("shape", "cluster", "lengths", "system", "others", "name")  # fields of a run that its description leaves out
 NOT_ALLOCATED = ("context", "fragmentation", "graphs")  # kinds that torch's allocator does not count as allocated
 
 
@@ -52,21 +51,26 @@ class UsedDevices:
         return Cluster(replace(known, memory=self.memory or known.memory), self.workers, max(1, self.workers // self.machines))
 
 
-def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan) -> RunDescription:
+def planned_cluster(config: Config, devices: UsedDevices) -> Cluster:
+    """All GPUs of a run: roles with workers of their own have them beside the actor's."""
+    return replace(devices.cluster, gpus=devices.cluster.gpus + sum(config.cluster.roles.values()))
+
+
+def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan, calibration: Calibration = AS_MODELLED) -> RunDescription:
     """The run with what its own plan has decided. Lengths are limits and guesses until a step has measured them."""
     if devices.name == CPU:
         raise UserError("the models of memory and time are made for GPUs")
     cluster, budgets, own = devices.cluster, plan.budgets, plan.roles["actor"]
-    # Roles with workers of their own have them beside the actor's.
-    run = own_plan(config, shape, replace(cluster, gpus=cluster.gpus + sum(config.cluster.roles.values())), None).run
+    run = own_plan(config, shape, planned_cluster(config, devices), None).run
     copies, parts = run.backend == "fsdp" or budgets.rollout_parts != budgets.parts, budgets.rollout_parts
-    cache = budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(BF16)
-    copy = BF16 * parameters(shape).total if copies else 0
-    share = min(1.0, ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory)
-    engine = replace(run.engine, tensor=parts, max_seqs=budgets.max_seqs, memory_share=share, own_copy=copies, keeps_copy=copies)
+    cache = budgets.kv_blocks * config.rollout.block_tokens * shape.kv_bytes_per_token(run.itemsize)
+    copy = run.itemsize * parameters(shape).total if copies else 0
+    share = ((cache + copy) // parts + ENGINE_WORKSPACE) / cluster.gpu.memory
+    engine = replace(run.engine, tensor=parts, memory_share=share, own_copy=copies, keeps_copy=copies)
+    engine = replace(engine, max_seqs=budgets.max_seqs, max_batched_tokens=budgets.max_batched_tokens)
     by_samples = not config.actor.dynamic_batch and config.actor.micro_batch
     filled = {} if by_samples else {"token_budget": budgets.token_budget, "forward_token_budget": budgets.forward_token_budget}
-    return replace(
+    described = replace(
         run,
         layout=replace(run.layout, tensor=budgets.parts, sequence=own.sequence_parallel),
         engine=engine,
@@ -80,6 +84,7 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan)
         kept_logits=not own.head_recompute,
         others=tuple(replace(other, run=as_planned(other.run, plan.roles.get(other.role))) for other in run.others),
     )
+    return calibrated(described, calibration)
 
 
 def as_planned(run: RunDescription, own: RoleSettings | None) -> RunDescription:
@@ -115,6 +120,13 @@ def with_lengths(run: RunDescription, line: Mapping[str, float]) -> RunDescripti
 def for_every_role(run: RunDescription, change: Callable[[RunDescription], RunDescription]) -> RunDescription:
     """The change, made to the run and to the models beside its actor."""
     return replace(change(run), others=tuple(replace(own, run=change(own.run)) for own in run.others))
+
+
+def calibrated(run: RunDescription, calibration: Calibration) -> RunDescription:
+    """The run as the probe of its actor's workers has measured these devices, which its other models have too."""
+    of_others = replace(calibration, decoding=1.0, rollout_s=0.0)
+    others = tuple(replace(own, run=replace(own.run, calibration=of_others)) for own in run.others)
+    return replace(run, calibration=calibration, others=others)
 
 
 def with_rows(run: RunDescription, rows: float) -> RunDescription:
@@ -155,8 +167,8 @@ def allocated(phase: PhaseMemory) -> int:
 
 def peak_of(memory: MemoryModel, name: str) -> int | None:
     """The predicted peak of a phase, by the name of its measurement; None: it is not modelled."""
-    phases: dict[str, PhaseMemory] = {str(phase): own for phase, own in memory.phases.items()}
-    return next((allocated(phases[phase]) for phase in MEMORY_PHASES.get(name, ()) if phase in phases), None)
+    phase = memory.phases.get(MEMORY_PHASES[name]) if name in MEMORY_PHASES else None
+    return None if phase is None else allocated(phase)
 
 
 class Predictor:
@@ -164,6 +176,11 @@ class Predictor:
 
     def __init__(self, run: RunDescription) -> None:
         self.run = run
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the models are told of the run, but for its model, devices and lengths: for models of later versions."""
+        return {name: value for name, value in asdict(replace(self.run, others=())).items() if name not in NOT_DESCRIBED}
 
     def metrics(self, line: Mapping[str, float]) -> dict[str, float]:
         """Predictions beside the measurements of a step's line."""
@@ -186,13 +203,14 @@ class Predictor:
 # ---- the folder of a run -----------------------------------------------------------------------------------------------------------------
 
 
-def saved_facts(shape: Shape, devices: UsedDevices, plan: Plan) -> dict[str, Any]:
+def saved_facts(shape: Shape, devices: UsedDevices, plan: Plan, calibration: Calibration = AS_MODELLED) -> dict[str, Any]:
     """What a run's folder keeps for `describe_run`, beside the configuration, in a form that JSON has."""
     layers = [[len(list(same)), asdict(layer)] for layer, same in groupby(shape.layers)]
     return {
         "shape": asdict(replace(shape, layers=())) | {"layers": layers},
         "devices": asdict(devices),
         "roles": {role: asdict(own) for role, own in plan.roles.items()},
+        "calibration": asdict(calibration),
     }
 
 

@@ -1,12 +1,13 @@
-"""The probe: what micro-batches of an update take on this device, fitted to a few that were measured at the start of a run.
+"""The probe: what micro-batches of an update and short rollouts take on this device, measured at the start of a run.
 
-Enters: `UpdatePass` records. Leaves: `UpdateCosts`, which plan.py sizes token budgets by. Guaranteed: pure Python; every coefficient stands
-for something physical and is not negative; costs are measured once for a model, its settings and a device, and kept in the user's cache
-folder (`XDG_CACHE_HOME`, or ~/.cache), a file of which may be lost or damaged without harm; with `run.deterministic` no seconds are
-measured, nor read from the cache.
+Enters: `UpdatePass` and `RolloutPass` records. Leaves: `UpdateCosts`, which plan.py sizes token budgets by, and the measured rollouts, by
+which the models of time are scaled (tune/calibration.py). Guaranteed: pure Python; every coefficient stands for something physical and is
+not negative; a model with its settings is measured once on a device, and the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache) keeps what
+was found; a file there may be lost or damaged without harm; with `run.deterministic` no seconds are measured, nor read from the cache.
 
 Bytes = fixed + token_bytes x tokens: what layers keep for the backward pass grows with tokens.
-Seconds = fixed + token_s x tokens + pair_s x pairs: the host's launches, matrix products and memory traffic, and attention.
+Seconds = token_s x tokens + pair_s x pairs (matrix products and memory traffic, and attention), but at least those of the host's launches,
+which a GPU does not wait for while it has work. Where host and device are the same, a CPU, they are added.
 """
 
 from __future__ import annotations
@@ -17,34 +18,63 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fulltilt.observe.metrics import write_whole
-from fulltilt.records import UpdateCosts, UpdatePass
+from fulltilt.records import RolloutPass, UpdateCosts, UpdatePass, UpdatePasses
 
-Measure = Callable[[bool], Sequence[UpdatePass]]  # whether seconds are measured, too
-LEAST_TIMED = 4  # passes, with fewer of which seconds are not fitted: there are three coefficients, and noise
-FORM = 1  # of the files in the cache
+AnyPass = TypeVar("AnyPass", UpdatePass, RolloutPass)
+LEAST_TIMED = {True: 3, False: 4}  # passes, with fewer of which seconds are not fitted; True: the device is apart from the host
+UNLIKE = 4  # times as long as others samples must be to tell what attention takes: else it is noise
+BEYOND = 1.4  # times the seconds of the smallest pass, from which on the device was busy to the end: below that it may be noise
+MORE_FREE = 1.05  # times the memory that was free when it ran out, from which on it may not run out again
+FORM = 6  # changes when files in the cache do
 
 
 # ---- the fit -----------------------------------------------------------------------------------------------------------------------------
 
 
-def fit(passes: Sequence[UpdatePass]) -> UpdateCosts:
-    """The costs that come closest to what was measured, by relative error."""
+def fit(passes: Sequence[UpdatePass], *, apart: bool) -> UpdateCosts:
+    """The costs that come closest to what was measured, by relative error. `apart`: the device computes while the host launches."""
     sized = [(own, own.bytes) for own in passes if own.bytes is not None]
-    timed = [(own, own.seconds) for own in passes if own.seconds is not None]
-    timed = timed if len(timed) >= LEAST_TIMED else []
-    nothing: Sequence[float | None] = (None, None, None)
-    of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized]) if sized else nothing
-    of_time = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [count for _, count in timed]) if timed else nothing
+    of_bytes: Sequence[float | None] = (None, None)
+    if len({own.tokens for own, _ in sized}) > 1:  # one size does not tell what is fixed from what grows with tokens
+        of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized])
     largest = max((own.tokens for own in passes), default=0)
-    found = UpdateCosts(of_bytes[0], of_bytes[1], of_time[0], of_time[1], of_time[2], largest=largest)
+    found = UpdateCosts(of_bytes[0], of_bytes[1], None, None, None, None, largest=largest, passes=tuple(passes))
+    timed = [(own, own.seconds) for own in passes if own.seconds]
+    found = fit_seconds(found, timed, apart=apart) if len(timed) >= LEAST_TIMED[apart] else found
     errors = [abs((found.bytes(own.tokens) or 0) / count - 1) for own, count in sized if count]
-    errors += [abs((found.seconds(own.tokens, own.pairs) or 0.0) / count - 1) for own, count in timed if count]
+    errors += [abs((found.seconds(own.tokens, own.pairs) or 0.0) / count - 1) for own, count in timed if found.host_s is not None]
     return replace(found, error=max(errors, default=0.0))
+
+
+def fit_seconds(costs: UpdateCosts, timed: Sequence[tuple[UpdatePass, float]], *, apart: bool) -> UpdateCosts:
+    """The costs with coefficients of seconds."""
+    if not apart:
+        fixed, token, pair = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [seconds for _, seconds in timed])
+        return replace(costs, host_s=0.0, fixed_s=fixed, token_s=token, pair_s=pair)
+    waiting, others = waiting_and_others([own for own, _ in timed])
+    (host,) = nonnegative_fit([[1.0]] * len(waiting), [own.seconds or 0.0 for own in waiting])
+    token, pair = 0.0, 0.0
+    if others:
+        lengths, seconds = [own.pairs / own.tokens for own in others], [own.seconds or 0.0 for own in others]
+        if max(lengths) >= UNLIKE * min(lengths):
+            token, pair = nonnegative_fit([[float(own.tokens), float(own.pairs)] for own in others], seconds)
+        else:
+            (token,) = nonnegative_fit([[float(own.tokens)] for own in others], seconds)
+    return replace(costs, host_s=host, fixed_s=0.0, token_s=token, pair_s=pair)
+
+
+def waiting_and_others(passes: Sequence[UpdatePass]) -> tuple[list[UpdatePass], list[UpdatePass]]:
+    """The passes in which the device waited for the host, and those in which it did not: the host's seconds are those of the smallest
+    pass, whatever the tokens."""
+    ordered = sorted(passes, key=lambda own: own.tokens)
+    waiting = [own for own in ordered if (own.seconds or 0.0) <= BEYOND * (ordered[0].seconds or 0.0)]
+    return waiting, [own for own in ordered if own not in waiting]
 
 
 def nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
@@ -92,46 +122,92 @@ def least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 # ---- the cache ---------------------------------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
+def cache_folder() -> Path | None:
+    """None: the system knows no home of the user."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "fulltilt" / "probes"
+    folder = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    return Path(folder, "fulltilt", "probes") if os.path.isabs(folder) else None
 
 
 @dataclass(frozen=True)
 class Prober:
-    """Finds the costs of a role's updates: from the cache, or by measuring. It travels to the process of a worker."""
+    """Finds what updates and rollouts take: in the cache, or by measuring. It travels to the process of a worker."""
 
     clock: bool = True  # False: nothing reads a clock
     folder: Path | None = None  # None: the user's cache
 
-    def __call__(self, about: str, measure: Measure) -> UpdateCosts | None:
-        """`about`: everything that the costs depend on, in words. None: nothing could be measured."""
-        path = (self.folder or cache_folder()) / f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.json"
-        known = read(path, about)
-        if known is not None and (known.fixed_s is not None or not self.clock):
-            return known if self.clock else without_seconds(known)
-        passes = list(measure(self.clock))
-        if not passes:
+    def updates(self, key: str, measure: Callable[[], UpdatePasses], *, free_bytes: int, apart: bool) -> UpdateCosts | None:
+        """`key`: everything that the costs depend on. `free_bytes`: those of the device now. `apart`: the device computes while the host
+        launches. None: nothing could be measured, or not all of it."""
+        known = self._read_updates(key, free_bytes)
+        if known is None or (self.clock and known.passes and all(own.seconds is None for own in known.passes)):
+            known = measure()
+            if not known.complete:  # too few to size anything by, and another start may have more time
+                return None
+            if known.passes or known.ran_out_at is not None:
+                self._write(key, known.passes, ran_out_at=known.ran_out_at, free_bytes=known.free_bytes)
+        elif not self.clock:
+            known = replace(known, passes=tuple(replace(own, seconds=None) for own in known.passes))
+        if not known.passes and known.ran_out_at is None:
             return None
-        found = fit(passes)
-        with contextlib.suppress(OSError):  # a cache that cannot be written is measured again next time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({"form": FORM, "about": about, "costs": asdict(found)}, indent=1))
-        return found
+        return replace(fit(known.passes, apart=apart), ran_out_at=known.ran_out_at)
 
+    def rollouts(self, key: str, measure: Callable[[], Sequence[RolloutPass]]) -> Sequence[RolloutPass]:
+        """The same for rollouts, of which nothing but seconds is measured."""
+        if not self.clock:
+            return ()
+        known = self._read(RolloutPass, key)[0]
+        if not known:
+            known = measure()
+            if known:
+                self._write(key, known)
+        return known
 
-def without_seconds(costs: UpdateCosts) -> UpdateCosts:
-    return replace(costs, fixed_s=None, token_s=None, pair_s=None)
-
-
-def read(path: Path, about: str) -> UpdateCosts | None:
-    """What the cache has; None where it has nothing, or something that this version has not written."""
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        if given["form"] != FORM or given["about"] != about:
+    def _read_updates(self, key: str, free_bytes: int) -> UpdatePasses | None:
+        """None: they are not known, or memory ran out that other programs may have had then, and more is free now."""
+        passes, given = self._read(UpdatePass, key)
+        ran_out_at, free_then = given.get("ran_out_at"), given.get("free_bytes", 0)
+        if ran_out_at is None:
+            return UpdatePasses(tuple(passes)) if passes else None
+        if not (is_count(ran_out_at) and is_count(free_then)) or free_bytes > MORE_FREE * free_then:
             return None
-        costs = {own.name: given["costs"][own.name] for own in fields(UpdateCosts)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    usable = all(value is None or (type(value) in (int, float) and math.isfinite(value) and value >= 0) for value in costs.values())
-    return UpdateCosts(**costs) if usable and costs["largest"] is not None and costs["error"] is not None else None
+        return UpdatePasses(tuple(passes), ran_out_at, free_then)
+
+    def _path(self, key: str) -> Path | None:
+        """None: the user has no home, and so no cache."""
+        folder = self.folder or cache_folder()
+        return folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+    def _write(self, key: str, passes: Sequence[AnyPass], **others: int | None) -> None:
+        if path := self._path(key):
+            with contextlib.suppress(OSError):  # a cache that cannot be written is measured again next time
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps({"form": FORM, "key": key, **others, "passes": [asdict(own) for own in passes]}, indent=1))
+
+    def _read(self, kind: type[AnyPass], key: str) -> tuple[Sequence[AnyPass], Mapping[str, Any]]:
+        """The passes in the cache and all that its file holds; nothing where it holds something that this version has not written."""
+        path = self._path(key)
+        if path is None:
+            return (), {}
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            if given["form"] != FORM or given["key"] != key:
+                return (), {}
+            return list(read_passes(kind, given["passes"])), given
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return (), {}
+
+
+def is_count(given: object) -> bool:
+    return type(given) is int and given >= 0
+
+
+def read_passes(kind: type[AnyPass], given: Sequence[dict[str, Any]]) -> Iterator[AnyPass]:
+    for own in given:
+        values = {field.name: own[field.name] for field in fields(kind)}
+        for name, value in values.items():
+            if value is None and name in ("bytes", "seconds") and kind is UpdatePass:
+                continue
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}: {value!r}")
+        yield kind(**values)

@@ -1,7 +1,7 @@
 """What the models say of one run, for people and as JSON, and the cheapest ways to make it fit.
 
-Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of plan.py. Leaves: lines, or a mapping with `fits`, `memory`,
-`step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
+Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of plan.py. Leaves: lines, or a mapping with `fits`, `model`,
+`memory`, `step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute
 from fulltilt.tune.description import RunDescription
-from fulltilt.tune.memory_model import MemoryModel, memory_of
-from fulltilt.tune.own import UNDECIDED, own_plan
+from fulltilt.tune.memory_model import MemoryModel, memory_of, parameters
+from fulltilt.tune.own import own_plan
 from fulltilt.tune.runners_up import PlannedRun, Remedy, RunnerUp, in_seconds, remedies, runners_up, told
-from fulltilt.tune.time_model import StepSeconds, seconds_of
+from fulltilt.tune.shapes import name_of
+from fulltilt.tune.time_model import PhaseSeconds, StepSeconds, seconds_of
 from fulltilt.words import in_bytes, joined, many
 
 MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are told, and changes in one of them
@@ -48,6 +49,11 @@ class PlanReport:
         return self.memory.fits and not self.refused
 
     @property
+    def model(self) -> str | None:
+        """The well-known name of the shape that is planned, so that a name that was mistaken for another is seen."""
+        return name_of(self.run.shape)
+
+    @property
     def why_not(self) -> list[str]:
         return [*self.memory.reasons, *([self.refused] if self.refused else [])]
 
@@ -55,15 +61,21 @@ class PlanReport:
         phases = self.seconds.phases
         return {
             "fits": self.fits,
+            "model": {"name": self.model, "parameters": parameters(self.run.shape).total},
             "memory": self.memory.as_json(),
             "step_seconds": {name: round(phase.total, 3) for name, phase in phases.items()} | {"step": round(self.seconds.total, 3)},
             "causes": {name: {cause: round(seconds, 3) for cause, seconds in phase.causes.items()} for name, phase in phases.items()},
-            "binds": {name: BINDS[phase.binds] for name, phase in phases.items()},
+            "binds": {name: self.binds(phase) for name, phase in phases.items()},
             "knobs": dict(self.knobs),
             "reasons": [*self.reasons, *self.knob_reasons.values(), *self.why_not],
             "runners_up": {knob: own.as_json() for knob, own in self.runners_up.items()},
             "remedies": [{"change": remedy.words, "step_seconds": round(remedy.seconds, 3)} for remedy in self.remedies()],
         }
+
+    def binds(self, phase: PhaseSeconds) -> str:
+        """What a phase is bound by; a CPU reads and writes main memory."""
+        found = BINDS[phase.binds]
+        return "memory" if found == "HBM" and self.run.gpu.is_cpu else found
 
     def remedies(self) -> list[Remedy]:
         if self.fits:
@@ -78,8 +90,7 @@ class PlanReport:
         """Each knob that `auto` or the user decides, why, and what comes next."""
         seconds = self.seconds.total
         for knob, line in self.knob_reasons.items():
-            if self.why[knob] != UNDECIDED:
-                yield line + (f"; {self.runners_up[knob].in_words(knob, seconds)}" if knob in self.runners_up else "")
+            yield line + (f"; {self.runners_up[knob].in_words(knob, seconds)}" if knob in self.runners_up else "")
         faster = {knob: own for knob, own in self.runners_up.items() if own.faster(seconds)}
         if faster:
             knob, own = min(faster.items(), key=lambda item: item[1].order)
@@ -90,6 +101,7 @@ class PlanReport:
         run = self.run
         mean = f"{run.lengths.response:.0f} {'response tokens' if run.rollout else 'tokens a row'} on average"
         yield f"{run.all_gpus} x {run.gpu.name} with {in_bytes(run.gpu.memory)}, {mean}"
+        yield f"model: {self.model or 'sizes of its config.json'}, {parameters(run.shape).total / 1e9:.3g} billion parameters"
         for own in run.others:
             if own.apart:
                 yield f"{many(own.run.cluster.gpus, 'GPU')} of them for the {own.called} alone"
@@ -101,9 +113,10 @@ class PlanReport:
         for name, seconds in self.seconds.phases.items():
             causes = ", ".join(f"{cause} {each:.1f}" for cause, each in sorted(seconds.causes.items(), key=lambda item: -item[1])[:4])
             apart = ", on GPUs of its own" if name in self.seconds.apart else ""
-            yield f"{name}: {seconds.total:.1f} s, bound by {BINDS[seconds.binds]} ({causes}){apart}"
+            yield f"{name}: {seconds.total:.1f} s, bound by {self.binds(seconds)} ({causes}){apart}"
         hidden = f" ({self.seconds.hidden:.1f} s of phases run beside longer ones)" if self.seconds.hidden > 0.05 else ""
-        yield f"step: {self.seconds.total:.1f} s{hidden}, {run.tokens / self.seconds.total / run.all_gpus:.0f} tokens/s for each GPU"
+        rate, each = run.tokens / self.seconds.total / run.all_gpus, "CPU" if run.gpu.is_cpu else "GPU"
+        yield f"step: {self.seconds.total:.1f} s{hidden}, {rate:.0f} tokens/s for each {each}"
         yield from self.reasons
         yield from self.knob_lines()
         if not self.fits:

@@ -14,9 +14,9 @@ from typing import Any
 
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
-from fulltilt.plan import TOKEN_BUDGET
+from fulltilt.plan import MOST_SEQS, TOKEN_BUDGET
 from fulltilt.records import UserError
-from fulltilt.schema import Config, keys, shown, value_of
+from fulltilt.schema import Config, keys, samples_from_copy, shown, value_of
 from fulltilt.settings import is_set
 from fulltilt.shape import Shape
 from fulltilt.tune.memory_model import MemoryModel, memory_of
@@ -129,7 +129,8 @@ def runners_up(planned: PlannedRun, own: OwnPlan) -> dict[str, RunnerUp]:
     """Of each knob that is left to `auto` and has another legal value, the one that comes next."""
     found = {}
     for knob, value in own.knobs.items():
-        if is_set(planned.config, knob):
+        derived = knob == "rollout.kv_bytes" and is_set(planned.config, "rollout.memory_fraction")
+        if is_set(planned.config, knob) or derived:
             continue
         tried = [runner_up(own, knob, other[knob], planned.but(other).outcome()) for other in alternatives(planned, own, knob, value)]
         if known := [each for each in tried if each is not None]:
@@ -170,7 +171,7 @@ def alternatives(planned: PlannedRun, own: OwnPlan, knob: str, value: Any) -> It
         machine = planned.cluster.per_machine
         if value != "hybrid" and machine < own.run.cluster.gpus and own.run.cluster.gpus % machine == 0:
             yield {knob: "hybrid", "train.shard_size": machine}
-    elif pointless(own, knob):
+    elif pointless(planned.config, own, knob):
         return
     elif name.startswith("offload_") or knob in ("train.head_recompute", "rollout.release_memory", "rollout.cuda_graphs"):
         yield {knob: not value}
@@ -178,15 +179,18 @@ def alternatives(planned: PlannedRun, own: OwnPlan, knob: str, value: Any) -> It
         yield {knob: False}
 
 
-def pointless(own: OwnPlan, knob: str) -> bool:
+def pointless(config: Config, own: OwnPlan, knob: str) -> bool:
     """Whether the run refuses the knob: where nothing else works on the same GPUs, and where gradients come and go with a pass."""
     section, _, name = knob.partition(".")
     if name == "offload_grads":
         return own.run.backend == "fsdp"
-    others = [other for other in own.run.others if not other.apart]
     if name != "offload_params":
         return False
-    return section not in {other.role for other in others} if section != "train" else not (own.run.engine.own_copy or others)
+    others = {other.role for other in own.run.others if not other.apart}
+    if section != "train":
+        return section not in others
+    # As `refused_offloads` of cluster/checks.py: the run looks at the keys that are given, before `auto` has shared anything out.
+    return not (others or (own.run.rollout and samples_from_copy(config)))
 
 
 def neighbours(value: int, legal: Sequence[int]) -> list[int]:
@@ -236,7 +240,7 @@ BY_HAND = (
     "train.offload_params", "train.offload_activations", "train.head_recompute", "actor.token_budget", "actor.forward_token_budget",
     "critic.token_budget", "critic.forward_token_budget", "critic.recompute", "critic.offload_optimizer", "critic.offload_params",
     "ref.offload_params", "ref.forward_token_budget", "reward_model.offload_params", "reward_model.forward_token_budget",
-    "rollout.kv_bytes", "rollout.memory_fraction", "rollout.max_seqs", "rollout.release_memory",
+    "rollout.kv_bytes", "rollout.memory_fraction", "rollout.max_seqs", "rollout.max_batched_tokens", "rollout.release_memory",
 )  # fmt: skip
 
 
@@ -260,13 +264,15 @@ def remedies(planned: PlannedRun) -> list[Remedy]:
 
 def single_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     config, gpus, set_by_hand = planned.config, planned.cluster.gpus, by_hand(planned.config)
+    device = planned.cluster.gpu.device
     changes = [{key: left_alone(key)} for key in set_by_hand]
     budget = value_of(config, "actor.token_budget")
-    tokens = budget if isinstance(budget, int) else TOKEN_BUDGET["cuda"]
+    tokens = budget if isinstance(budget, int) else TOKEN_BUDGET[device]
     changes += [{"actor.token_budget": tokens // part} for part in (2, 4, 8) if tokens // part >= LEAST_TOKENS]
     changes += [{"train.recompute": "full"}, {"train.offload_optimizer": True}, {"train.offload_activations": True}]
     seqs = value_of(config, "rollout.max_seqs")
-    changes += [{"rollout.max_seqs": (seqs if isinstance(seqs, int) else 1024) // part} for part in (4, 16)]
+    most = seqs if isinstance(seqs, int) else MOST_SEQS[device]
+    changes += [{"rollout.max_seqs": most // part} for part in (4, 16)]
     if gpus > 1:
         changes += [{"train.shard": "full"}]
         sizes = [size for size in sizes_of_layers(planned, {}) if size > 1]

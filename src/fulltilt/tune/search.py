@@ -18,14 +18,16 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
-from fulltilt.plan import MOST_SEQS, TOKEN_BUDGET
+from fulltilt.plan import MOST_SEQS
 from fulltilt.records import UserError
 from fulltilt.schema import Config, toml_value
 from fulltilt.settings import is_set
 from fulltilt.shape import Shape
+from fulltilt.tune.description import AS_MODELLED, Calibration
 from fulltilt.tune.memory_model import MemoryModel, memory_of
 from fulltilt.tune.overlay import ALLOWED
 from fulltilt.tune.own import own_plan
+from fulltilt.tune.predict import calibrated
 from fulltilt.tune.time_model import StepSeconds, seconds_of
 from fulltilt.words import in_bytes
 
@@ -128,7 +130,7 @@ def of_batches(config: Config, shape: Shape, cluster: Cluster, response: float |
     if not config.actor.dynamic_batch:
         return
     run = own_plan(config, shape, cluster, response).run
-    low, high = LADDER[device_kind(cluster)]
+    low, high = LADDER[cluster.gpu.device]
     most = min(high, 1 << math.ceil(math.log2(max(2.0, run.tokens / run.batch.updates))))
     budgets = [1 << power for power in range(int(math.log2(min(low, most))), int(math.log2(most)) + 1)]
     yield axis("actor.token_budget", budgets)
@@ -155,7 +157,7 @@ def of_memory(config: Config, cluster: Cluster) -> Iterator[Axis]:
 def of_rollout(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> Iterator[Axis]:
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    most = min(samples, MOST_SEQS[device_kind(cluster)])
+    most = min(samples, MOST_SEQS[cluster.gpu.device])
     halves = [most >> shift for shift in range(4) if most >> shift >= min(LEAST_SEQS, most)]
     yield axis("rollout.max_seqs", sorted(set(halves)))
     if not is_set(config, "rollout.memory_fraction"):
@@ -182,10 +184,6 @@ def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
         yield axis("train.expert_parallel", legal_expert_sizes(shape, gpus))
 
 
-def device_kind(cluster: Cluster) -> str:
-    return "cpu" if cluster.gpu.is_cpu else "cuda"
-
-
 # ---- predictions -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -198,26 +196,15 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in by_section.items()})
 
 
-def auto_on_cpu(config: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `auto` means in a run on a CPU, for the keys that nobody has set: the models know GPUs."""
-    samples = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-    budget = settings.get("actor.token_budget") or (
-        config.actor.token_budget if is_set(config, "actor.token_budget") else TOKEN_BUDGET["cpu"]
-    )
-    meant = {
-        "actor.token_budget": budget, "actor.forward_token_budget": 2 * budget, "train.recompute": "none",
-        "rollout.max_seqs": max(1, min(MOST_SEQS["cpu"], samples)), "rollout.cuda_graphs": True,
-        **{f"train.offload_{kind}": False for kind in ("activations", "grads", "optimizer", "params")},
-    }  # fmt: skip
-    return {key: value for key, value in meant.items() if key not in settings and not is_set(config, key)}
-
-
 class SettingsPredictor:
     """Predictions of settings, each made once."""
 
-    def __init__(self, config: Config, shape: Shape, cluster: Cluster, response: float | None = None, rules: Rules | None = None) -> None:
-        """`rules`: further ones, of rooms that this one must not import."""
-        self.config, self.shape, self.cluster, self.response = config, shape, cluster, response
+    def __init__(
+        self, config: Config, shape: Shape, cluster: Cluster, response: float | None = None, rules: Rules | None = None,
+        calibration: Calibration = AS_MODELLED,
+    ) -> None:  # fmt: skip
+        """`rules`: further ones, of rooms that this one must not import. `calibration`: what a probe has said of the devices."""
+        self.config, self.shape, self.cluster, self.response, self.calibration = config, shape, cluster, response, calibration
         self.rules: Rules = rules or (lambda config: ())
         self._known: dict[Settings, Prediction | None] = {}
         self._legal: dict[Settings, bool] = {}
@@ -233,11 +220,10 @@ class SettingsPredictor:
         return self._known[settings]
 
     def _predict(self, settings: Settings) -> Prediction | None:
-        values = dict(settings)
-        values |= auto_on_cpu(self.config, values) if self.cluster.gpu.is_cpu else {}
         try:
-            own = own_plan(with_settings(self.config, values), self.shape, self.cluster, self.response)
-            return Prediction(settings, seconds_of(own.run), memory_of(own.run), own.refused)
+            own = own_plan(with_settings(self.config, dict(settings)), self.shape, self.cluster, self.response)
+            run = calibrated(own.run, self.calibration)
+            return Prediction(settings, seconds_of(run), memory_of(run), own.refused)
         except UserError:  # a layout that the devices cannot have
             return None
 

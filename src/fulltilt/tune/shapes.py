@@ -1,13 +1,15 @@
 """Well-known models by name: their sizes as config.json has them, so that a plan needs no folder and no hub.
 
 Enters: a name as people write it ("Qwen2.5-Math-7B", "qwen2.5 7b math", "Qwen/Qwen3-30B-A3B"), or a folder. Leaves: a `Shape`. Guaranteed:
-case, separators, the owner on the hub and words that say how a model was trained (Instruct, Base, Math, ...) do not matter.
+case, separators, the owner on the hub and words that say how a model was trained (Instruct, Base, Math, ...) do not matter; a distilled
+model has the sizes of the student, never those of its teacher.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +80,36 @@ PUBLISHED: dict[str, Sizes] = {
     "Mixtral-8x7B": SHAPES["Mixtral-8x7B"],
     "Mixtral-8x22B": dense("mixtral", 6144, 16384, 56, 48, 8, 32768, positions=65536) | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "DeepSeek-V3": experts(DEEPSEEK_V3, 256, 8, 2048, shared=2048, dense_layers=3),
+    # The other distilled models have the sizes of the model that they were made from. This one has a head of its own.
+    "DeepSeek-R1-Distill-Qwen-1.5B": SHAPES["1.5B"] | {"tie_word_embeddings": False, "max_position_embeddings": 131072},
     "Moonlight-16B-A3B": experts(MOONLIGHT, 64, 6, 1408, shared=2816, dense_layers=1),
     "SmolLM2-135M": SHAPES["135M"],
     "Gemma-2-2B": SHAPES["Gemma-2-2B"],
     "Gemma-2-9B": SHAPES["Gemma-2-9B"],
 }
 ALSO = {
-    "dpsk": "deepseek", "ds": "deepseek", "deepseekr1": "deepseekv3", "deepseek671b": "deepseekv3", "deepseekv3671b": "deepseekv3",
-    "qwen330b": "qwen330ba3b", "qwen3235b": "qwen3235ba22b", "moonlight16b": "moonlight16ba3b", "mixtral47b": "mixtral8x7b",
-    "llama3170b": "llama370b", "llama3370b": "llama370b", "llama318b": "llama38b", "llama31405b": "llama3405b", "qwen27b": "qwen257b",
+    "deepseekr1": "deepseekv3", "deepseek671b": "deepseekv3", "deepseekv3671b": "deepseekv3", "deepseekr1671b": "deepseekv3",
+    "qwen330b": "qwen330ba3b", "qwen3235b": "qwen3235ba22b", "moonlight": "moonlight16ba3b", "moonlight16b": "moonlight16ba3b",
+    "mixtral47b": "mixtral8x7b", "qwen27b": "qwen257b",
+    "llama3170b": "llama370b", "llama3370b": "llama370b", "llama318b": "llama38b", "llama31405b": "llama3405b",
 }  # fmt: skip
+# What the students of distilled models are called, whose names leave out the version.
+STUDENTS = {
+    "qwen15b": "deepseekr1distillqwen15b", "qwen7b": "qwen257b", "qwen14b": "qwen2514b", "qwen32b": "qwen2532b", "llama8b": "llama38b",
+    "llama70b": "llama370b",
+}  # fmt: skip
+# Words that are written out before separators are dropped. Without its separator, Qwen2-57B would read like Qwen2.5-7B.
+ABBREVIATIONS = (
+    (re.compile(r"(?<![a-z0-9])(dpsk|ds)(?=[^a-z]|[rv]\d|$)"), "deepseek"),
+    (re.compile(r"(?<=qwen[23])moe"), ""),
+    (re.compile(r"qwen2[-_ ]+57b(?![-_ ]*a14b)"), "qwen2-57b-a14b"),
+)
 # Words of a name that say how the weights were made, which sizes do not depend on.
 TRAINING_WORDS = re.compile(
-    r"\b(instruct|chat|base|math|coder?|it|preview|thinking|distill\w*|r1|rl|zero|hf|meta|moe|dense|gptmodel|mcore|v0\.\d|\d{4})\b"
+    r"\b(instruct|chat|base|math|coder?|it|preview|thinking|r1|rl|zero|hf|meta|moe|dense|gptmodel|mcore|v0\.\d|\d{4})\b"
 )
+DISTILLED = re.compile(r"distill(ed|ation)?")
+SIZE = re.compile(r"\d+(\.\d+)?b(?![a-z])")
 
 
 def named_shape(text: str) -> Shape:
@@ -100,7 +118,14 @@ def named_shape(text: str) -> Shape:
         return Shape.read(text)
     if found := find_shape(text):
         return Shape.from_config(found)
-    raise UserError(f"{text!r} is neither a folder with a config.json nor a named shape. Named shapes: {listed([*PUBLISHED, *SHAPES], 60)}")
+    names = dict.fromkeys([*PUBLISHED, *SHAPES])
+    raise UserError(f"{text!r} is neither a folder with a config.json nor a named shape. Named shapes: {listed([*names], 60)}")
+
+
+def name_of(shape: Shape) -> str | None:
+    """The well-known name of a shape, however it was given; None: no model here has these sizes."""
+    sizes = replace(shape, positions=None)
+    return next((name for name, own in (PUBLISHED | SHAPES).items() if replace(Shape.from_config(own), positions=None) == sizes), None)
 
 
 def find_shape(text: str) -> Sizes | None:
@@ -109,27 +134,34 @@ def find_shape(text: str) -> Sizes | None:
     if text in SHAPES:
         return SHAPES[text]
     known = {joined(name): sizes for name, sizes in PUBLISHED.items()}
-    known |= {short: known[whole] for short, whole in ALSO.items() if whole in known}
-    for given in spellings(text):
+    known |= {short: known[whole] for short, whole in ALSO.items()}
+    plain = text.rpartition("/")[2].lower()
+    if not DISTILLED.search(plain):
+        return looked_up(plain, known)
+    teacher, _, student = DISTILLED.sub("\n", plain, count=1).partition("\n")
+    # What follows the word is the student. Where no size follows, the student may be named first, and the teacher or nothing comes after.
+    named = student if SIZE.search(student) else teacher
+    found = looked_up(named, known | {short: known[whole] for short, whole in STUDENTS.items()})
+    return None if found is PUBLISHED["DeepSeek-V3"] else found
+
+
+def looked_up(plain: str, known: Mapping[str, Sizes]) -> Sizes | None:
+    forms = spellings(plain)
+    for given in forms:
         if given in known:
             return known[given]
-    for given in spellings(text):
-        inside = [name for name in known if re.search(rf"(?<!\d){re.escape(name)}(?![\d]*b|\d)", given)]
+    for given in forms:
+        inside = [name for name in known if re.search(rf"(?<!\d){re.escape(name)}(?!\d)", given)]
         if inside:
             return known[max(inside, key=len)]
     return None
 
 
-def spellings(text: str) -> Iterator[str]:
-    """Forms of a name to look for: without its owner, without words about training, with usual abbreviations written out."""
-    plain = text.rpartition("/")[2].lower()
-    for given in (plain, TRAINING_WORDS.sub(" ", re.sub(r"[_\-\s]+", " ", plain))):
-        found = joined(given)
-        yield found
-        for short, whole in ALSO.items():
-            if found.startswith(short) and not (len(whole) > len(short) and found.startswith(whole)):
-                found = whole + found[len(short) :]
-                yield found
+def spellings(plain: str) -> list[str]:
+    """Forms of a name to look for: with usual abbreviations written out, and without words about training."""
+    for pattern, whole in ABBREVIATIONS:
+        plain = pattern.sub(whole, plain)
+    return [joined(plain), joined(TRAINING_WORDS.sub(" ", re.sub(r"[_\-\s]+", " ", plain)))]
 
 
 def joined(name: str) -> str:

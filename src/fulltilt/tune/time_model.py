@@ -24,7 +24,6 @@ from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RunDescription
 from fulltilt.tune.memory_model import (
-    BF16,
     FP32,
     gathered_parameters,
     held_bytes,
@@ -37,6 +36,7 @@ from fulltilt.tune.memory_model import (
 from fulltilt.tune.packing import packing
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
+OF_HOST = ("launches", "unfused positions")  # causes for which a device waits
 SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
 
 
@@ -188,7 +188,8 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
     gathered = gather_seconds(run, passes)
     hidden = found["products"] + found["attention"] + found["memory traffic"]
     found["gathering parameters"] = max(0.0, gathered - hidden)  # FSDP fetches a layer while another computes
-    on_device = sum(seconds for cause, seconds in found.items() if cause not in ("launches", "unfused positions"))
+    found = {cause: seconds * (run.calibration.host if cause in OF_HOST else run.calibration.passes) for cause, seconds in found.items()}
+    on_device = sum(seconds for cause, seconds in found.items() if cause not in OF_HOST)
     found["launches"] -= run.system.hidden * min(on_device, found["launches"])
     stages, virtual = run.layout.pipeline, run.layout.virtual
     found["pipeline bubble"] = (stages - 1) / (virtual * passes.at_once) * sum(found.values())
@@ -260,7 +261,7 @@ def traffic_seconds(run: RunDescription, passes: Passes) -> float:
     """What operations between products read and write."""
     fused, sorting = run.fused_layers, run.system.expert_traffic
     kept = sum(
-        count * run.shape.layer_bytes(layer, BF16, fused=fused) * (sorting if layer.experts else 1.0)
+        count * run.shape.layer_bytes(layer, run.itemsize, fused=fused) * (sorting if layer.experts else 1.0)
         for layer, count in Counter(run.shape.layers).items()
     )
     again = 1.0 if run.recompute.kind != "none" and passes.learns else 0.0
@@ -323,15 +324,15 @@ def layer_collectives(run: RunDescription, passes: Passes) -> float:
     found = 0.0
     if layout.tensor > 1:
         # The collectives of the backward pass run beside the products of the weights' gradients, as Megatron has them.
-        moved = tensor_pass(shape, layout.tensor, BF16, stream, "logprob", learns="none")
+        moved = tensor_pass(shape, layout.tensor, run.itemsize, stream, "logprob", learns="none")
         share = tokens / (layout.pipeline * layout.context) * (1 + again_share(run, passes))
         found += share * sent_bytes(moved, layout.tensor) / run.cluster.link(layout.tensor)
     if layout.sequence > 1:
-        moved = ulysses_pass(shape, layout.sequence, BF16, stream, "logprob", learns=passes.learns, recompute=recompute)
+        moved = ulysses_pass(shape, layout.sequence, run.itemsize, stream, "logprob", learns=passes.learns, recompute=recompute)
         found += tokens * sent_bytes(moved, layout.sequence) / run.cluster.link(layout.sequence)
     times = times_forward(run, passes)
     if layout.context > 1:  # keys and values go round the ring; in the backward pass with their gradients
-        keys = sum(2 * layer.keys for layer in shape.layers) * BF16 / layout.tensor
+        keys = sum(2 * layer.keys for layer in shape.layers) * run.itemsize / layout.tensor
         share = passes.tokens / layout.context * (layout.context - 1) / layout.pipeline
         found += share * keys * times / run.cluster.link(layout.tensor * layout.context)
     if layout.expert > 1:
@@ -344,7 +345,7 @@ def expert_bytes(run: RunDescription, tokens: float) -> float:
     layout = run.layout
     routed = sum(layer.experts.active for layer in run.shape.layers if layer.experts) / layout.pipeline
     own = tokens / (layout.tensor * layout.context * layout.sequence)
-    return own * routed * run.shape.width * BF16 * 2 * (layout.expert - 1) / layout.expert
+    return own * routed * run.shape.width * run.itemsize * 2 * (layout.expert - 1) / layout.expert
 
 
 def gather_seconds(run: RunDescription, passes: Passes) -> float:
@@ -353,7 +354,7 @@ def gather_seconds(run: RunDescription, passes: Passes) -> float:
         return 0.0
     whole = gathered_parameters(run)
     summed = FP32 * (whole if run.trained is None else run.trained // run.layout.tensor) if passes.learns else 0
-    each = whole * BF16 * (2 if passes.learns else 1) + summed
+    each = whole * run.itemsize * (2 if passes.learns else 1) + summed
     moved = passes.batches * each * (run.shard - 1) / run.shard
     return moved / (run.cluster.ring(run.shard) * c.LINK_SHARE)
 
@@ -384,7 +385,7 @@ def optimizer_seconds(run: RunDescription) -> float:
     moved = 0.0
     if run.backend == "megatron" and run.shard > 1:
         speed = run.cluster.ring(run.shard, apart=run.layout.tensor) * c.LINK_SHARE
-        moved = (FP32 + BF16) * learned * (run.shard - 1) / run.shard / speed
+        moved = (FP32 + run.itemsize) * learned * (run.shard - 1) / run.shard / speed
     return run.batch.updates * run.batch.epochs * (stepped + moved)
 
 
@@ -400,7 +401,7 @@ def activation_copies(run: RunDescription, passes: Passes) -> float:
     """Seconds in which activations go to the host and come back."""
     if not run.offload_activations:
         return 0.0
-    kept = run.shape.kept_bytes(BF16, fused=run.fused_layers, recompute=run.recompute) / run.layout.model_parallel
+    kept = run.shape.kept_bytes(run.itemsize, fused=run.fused_layers, recompute=run.recompute) / run.layout.model_parallel
     return 2 * passes.tokens * kept / host_copy(run)
 
 
@@ -419,7 +420,7 @@ def driver_seconds(run: RunDescription, *, trains: bool) -> float:
 def sync_seconds(run: RunDescription) -> PhaseSeconds:
     if not run.engine.own_copy:
         return PhaseSeconds()
-    whole = BF16 * parameters(run.shape).total
+    whole = run.itemsize * parameters(run.shape).total
     found = {"parameters to the engine": whole / run.system.sync_rate + copy_seconds(run, whole)}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
     found["gathering rows"] = run.batch.rollout_rows * row / run.system.driver_rate
@@ -445,6 +446,8 @@ def generation_seconds(run: RunDescription) -> PhaseSeconds:
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found = prefill_seconds(run, math.ceil(samples / running))
+    if run.calibration.rollout_s:
+        found["start"] = run.calibration.rollout_s
     if run.system.host_token and math.isinf(run.lengths.median):  # samples that end apart are recorded while others are decoded
         found["records"] = run.system.host_token * running * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
@@ -469,7 +472,7 @@ def concurrency(run: RunDescription) -> float:
     is timed as if it had a small cache."""
     memory = memory_of(run)
     cache = (memory.kv_bytes if memory.engine_starts else CACHED_SAMPLES * memory.sample_kv_bytes) * kv_parts(run)
-    held = cache / (run.shape.kv_bytes_per_token(BF16) * run.lengths.mean)
+    held = cache / (run.shape.kv_bytes_per_token(run.itemsize) * run.lengths.mean)
     return max(1.0, min(float(run.engine.max_seqs), held))
 
 
@@ -495,21 +498,21 @@ class DecodeCosts:
             experts=counts.experts / parts,
             routed=experts.active / experts.count if experts else 0.0,
             multiplied=(size.layer_weights + size.head_weights) / parts,
-            token_bytes=shape.kv_bytes_per_token(BF16) / kv_parts(run),
+            token_bytes=shape.kv_bytes_per_token(run.itemsize) / kv_parts(run),
         )
 
     def step(self, running: float, context: float) -> dict[str, float]:
         """Seconds of one step with so many samples, by cause. Of experts it reads those that any of the samples is sent to."""
         run, shape, gpu, parts, system = self.run, self.run.shape, self.run.gpu, self.run.engine.tensor, self.run.system
         bandwidth = gpu.hbm * c.HBM_SHARE
-        reading = BF16 * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
+        reading = run.itemsize * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
         computing = 2 * self.multiplied * running / (gpu.flops * gpu.matmul_share)
         keys = system.attention_traffic * running * context * self.token_bytes / bandwidth
         keys += len(shape.layers) * system.attention_token * self.in_turn(running, context)
         sampling = running * shape.vocabulary * c.LOGIT_TRAFFIC / bandwidth
         found = {"weights" if reading >= computing else "products": max(reading, computing), "keys and values": keys, "sampling": sampling}
         if parts > 1:
-            moved = 2 * running * shape.width * BF16 * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
+            moved = 2 * running * shape.width * run.itemsize * 2 * (parts - 1) / parts / (run.cluster.link(parts) * c.LINK_SHARE)
             found["collectives"] = len(shape.layers) * (2 * c.COLLECTIVE_LATENCY + moved)
         if gaps := sum(self.gap(layer) for layer in shape.layers):
             found["short kernels"] = gaps
@@ -517,6 +520,7 @@ class DecodeCosts:
         if not run.engine.graphs:
             found["launches"] = max(0.0, len(shape.layers) * system.eager_layer - on_device)
         waits = system.engine_step + running * (system.engine_sequence + (system.engine_broadcast if parts > 1 else 0))
+        found = {cause: seconds * run.calibration.decoding for cause, seconds in found.items()}
         return found | ({"scheduling": waits} if waits else {})
 
     def gap(self, layer: DecoderLayer) -> float:
@@ -528,7 +532,7 @@ class DecodeCosts:
         """Tokens of a sample that one program of decoding's attention reads after another."""
         layer = max(self.run.shape.layers, key=lambda own: own.head_width)
         keys = max(1, layer.key_heads // self.run.engine.tensor)
-        launch = launch_for(max(1, int(running)), keys, layer.head_width, BF16, self.run.lengths.longest_row)
+        launch = launch_for(max(1, int(running)), keys, layer.head_width, self.run.itemsize, self.run.lengths.longest_row)
         return context if context <= launch.whole else max(launch.fewest, context / launch.splits)
 
 
@@ -546,7 +550,7 @@ def prefill_seconds(run: RunDescription, waves: int) -> dict[str, float]:
     places become free together."""
     size, system = model_size(run.shape), run.system
     tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
-    computing = 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
-    host = system.host_layer if run.fused_layers else system.host_unfused
+    computing = run.calibration.passes * 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
+    host = run.calibration.host * (system.host_layer if run.fused_layers else system.host_unfused)
     launching = len(run.shape.layers) * host * (2 * waves - 1) if system.packs else 0.0
     return {"launches of prompts": launching} if launching > computing else {"prefill": computing}

@@ -3,13 +3,15 @@
 Enters: prompts, also while it runs, and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed: besides the
 guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights. Where memory runs out,
 the samples that run are put back and go on from the tokens they have, fewer at once, or with fewer tokens in a prefill pass, for as long as
-the engine lives: they stay what they would have been, since their noise depends on seed, sample and position alone.
+the engine lives: they stay what they would have been, since their noise depends on seed, sample and position alone. Where several members
+sample together, all of them do so when one runs out of memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +24,7 @@ from fulltilt.memory.trial import MemoryTrial, free_unused
 from fulltilt.model.arrays import to_device
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
-from fulltilt.rollout.decode import Decoder, DecodeRow
+from fulltilt.rollout.decode import Decoder, DecodeRow, Drawn
 from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Feed, FreeSeats, Lengths, RolloutLimits
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
@@ -86,10 +88,12 @@ class NativeEngine(Engine):
         super().__init__()
         self.tokenizer, self.end_tokens, self.limits = context.tokenizer, context.end_tokens, context.limits
         self.most = context.limits  # what the decoder was made for
+        self.members = context.members
         self.runner = Runner(context.model, context.layers, self.limits.blocks, self.limits.block_tokens)
+        self.key_heads = max((shape.key_heads for shape in self.runner.layers), default=0)
         self.decoder = Decoder(context)
         self._calls = 0
-        self._failures: list[str] = []  # what was reported each time that memory ran out
+        self._failures: list[str] = []  # what was reported each time that memory ran out; "" if another member has
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
         """Nothing is planned from a forced length before it is reached."""
@@ -107,7 +111,8 @@ class NativeEngine(Engine):
             return
         longest = max([*(len(prompt.ids) for prompt in given), *([feed.longest] if feed else [])]) + sampling.max_new_tokens
         self._check_size(longest, sampling, lengths)
-        self._acquire(longest)
+        if not self._acquire(longest):
+            return
         limits = self.limits
         plan = Scheduler(
             limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens, limits.chunked_prefill, limits.prefix_sharing,
@@ -120,7 +125,9 @@ class NativeEngine(Engine):
         self.decoder.reach(longest)
         finished: list[Family] = []
         ahead: Flight | None = None
-        end, failures = time.perf_counter(), 0
+        end = time.perf_counter()
+        # In a row, of passes that decode and of those that do not; `lasting`: those after which passes could not become smaller.
+        failures, lasting = Counter[bool](), Counter[bool]()
         while plan.busy or plan.more_come:
             if self.halted and self.halted():
                 return
@@ -144,10 +151,14 @@ class NativeEngine(Engine):
                 with trial:
                     drawn = list(flight.arrive())
             if trial.failure is not None:
-                failures, ahead = failures + 1, None
-                self._start_over(plan, step, trial.failure, failures)
+                failures[step.decoding] += 1
+                ahead = None
+                if not self._note(trial.failure, failures[step.decoding]):
+                    return
+                lasting[step.decoding] += not self._start_over(plan, step)
                 continue
-            failures = 0
+            if drawn:  # not after a part of a prompt: one that never ends would begin again forever
+                failures[step.decoding] = lasting[step.decoding]
             for sequence, (tokens, logprobs) in drawn:
                 if not sequence.finish:
                     self._take(sequence, tokens, logprobs, sampling, stops)
@@ -176,40 +187,52 @@ class NativeEngine(Engine):
         )
 
     def _may_start_over(self) -> bool:
-        """Members of a tensor-parallel group would wait for one that does."""
-        return self.decoder.head.part is None
+        """Members of a tensor-parallel group would wait for one that does alone."""
+        return self.decoder.head.part is None or self.members.agreed is not None
 
-    def _acquire(self, longest: int) -> None:
-        """Allocate the KV cache; with too little memory, one of fewer blocks that still holds a sample of so many tokens."""
+    def _acquire(self, longest: int) -> bool:
+        """Allocate the KV cache; with too little memory, one of fewer blocks that still holds a sample of so many tokens, and the longest
+        that is expected in later calls. False: another member ends the run."""
+        longest = max(longest, self.limits.longest)
         for failures in itertools.count(1):
             if self.runner.blocks != self.limits.blocks:
                 self.runner.release()
                 self.runner.blocks = self.limits.blocks
             trial = MemoryTrial(self._may_start_over)
             with trial:
-                self.runner.acquire()
+                self.members.make(self.runner.acquire, lambda tokens: None, ())
             if trial.failure is None:
-                return
+                return True
+            if not self._note(trial.failure, failures):
+                return False
             fewer = max(blocks_for(longest, self.limits.block_tokens), self.limits.blocks * 3 // 4)
-            self._note(trial.failure, failures)
-            self.limits = replace(self.limits, blocks=fewer)
+            self.limits = replace(self.limits, blocks=min(self.limits.blocks, fewer))
+        raise AssertionError
 
-    def _start_over(self, plan: Scheduler, step: Pass, reported: str, failures: int) -> None:
-        """Memory ran out in this pass: go on with half as many samples at once, or half as many tokens in a prefill pass."""
-        self._note(reported, failures)
+    def _start_over(self, plan: Scheduler, step: Pass) -> bool:
+        """Memory ran out in this pass: go on with half as many samples at once, or half as many tokens in a prefill pass. Returns whether
+        there was anything to lower."""
+        before = self.limits
         if step.decoding:
-            self.limits = replace(self.limits, max_seqs=max(1, len(step.work) // 2))
-        else:
-            self.limits = replace(self.limits, max_batched_tokens=max(1, sum(work.count for work in step.work) // 2))
+            self.limits = replace(before, max_seqs=max(1, len(step.work) // 2))
+        else:  # without chunking, a prompt may have more tokens than the limit
+            fewer = max(1, sum(work.count for work in step.work) // 2)
+            self.limits = replace(before, max_batched_tokens=min(before.max_batched_tokens, fewer))
         plan.max_seqs, plan.max_batched_tokens = self.limits.max_seqs, self.limits.max_batched_tokens
         plan.start_over()
+        return self.limits != before
 
-    def _note(self, reported: str, failures: int) -> None:
-        """Note that memory ran out, for the third time in a row with an error."""
+    def _note(self, reported: str, failures: int) -> bool:
+        """Note that memory ran out, for the third time in a row with an error; on members that have not run out, False: whoever has ends
+        the run."""
+        reported = reported if self.members.agreed is None else self.members.agreed
         if failures >= MOST_FAILURES:
-            raise torch.OutOfMemoryError(f"{failures} times in a row, {reported}")
+            if reported:
+                raise torch.OutOfMemoryError(f"{failures} times in a row, {reported}")
+            return False
         self._failures.append(reported)
         free_unused(self.runner.model.device)
+        return True
 
     def parameters(self) -> Iterable[torch.Tensor]:
         return self.runner.model.parameters()
@@ -244,6 +267,16 @@ class NativeEngine(Engine):
                 raise RuntimeError("another call of generate has started and uses the KV cache: only one call may run at a time")
 
     def _prefill(self, step: Pass, sampling: Sampling) -> Flight:
+        tokens = sum(work.count for work in step.work)
+
+        def stand_in(tokens: int) -> None:
+            with self.members.standing_in(tokens):
+                self.runner.stand_in(step)
+
+        return self.members.make(partial(self._prefill_alone, step, sampling), stand_in, [tokens])
+
+    def _prefill_alone(self, step: Pass, sampling: Sampling) -> Flight:
+        self.members.begin_pass()
         logits = self.runner.run(step)
         drawn_from = [work.samples for work in step.work if work.samples]
         drawing = [sequence for samples in drawn_from for sequence in samples]
@@ -262,17 +295,28 @@ class NativeEngine(Engine):
         )
 
     def _decode(self, step: Pass, sampling: Sampling) -> Flight:
-        self.runner.copy(step.copies)
         drawing = [work.sequence for work in step.work]
-        rows = [
-            DecodeRow(sequence.tokens[-1], work.start, len(sequence.tokens), sequence.seed, sequence.blocks, sequence.forced)
-            for work, sequence in zip(step.work, drawing, strict=True)
-        ]
-        self.decoder.start(rows, sampling)
-        return self._steps(step, drawing)
 
-    def _steps(self, step: Pass, drawing: list[scheduling.Sequence]) -> Flight:
-        wait = self.decoder.launch(step.steps)
+        def start() -> None:
+            self.runner.copy(step.copies)
+            rows = [
+                DecodeRow(sequence.tokens[-1], work.start, len(sequence.tokens), sequence.seed, sequence.blocks, sequence.forced)
+                for work, sequence in zip(step.work, drawing, strict=True)
+            ]
+            self.decoder.start(rows, sampling)
+
+        return self._steps(step, drawing, start)
+
+    def _steps(self, step: Pass, drawing: list[scheduling.Sequence], prepare: Callable[[], None]) -> Flight:
+        decoder = self.decoder
+
+        def launch() -> Callable[[], list[Drawn]]:
+            prepare()
+            return decoder.launch(step.steps)
+
+        # A graph takes its memory when it is captured, which no member can do over a filler.
+        sizes, may_give_up = decoder.sizes(len(drawing), step.steps), not decoder.graphs
+        wait = self.members.make(launch, decoder.stand_in, sizes, may_give_up=may_give_up)
         return Flight(step, drawing, lambda: zip(drawing, wait(), strict=True))
 
     def _further(self, plan: Scheduler, flight: Flight, stops: StopStrings) -> Flight | None:
@@ -288,14 +332,12 @@ class NativeEngine(Engine):
         if following is None:
             return None
         row_of = {sequence: row for row, sequence in enumerate(flight.drawing)}
-        decoder.give(
-            [
-                (row_of[work.sequence], place, work.sequence.blocks[place])
-                for work, before in zip(step.work, held, strict=True)
-                for place in range(before, len(work.sequence.blocks))
-            ]
-        )
-        return self._steps(following, flight.drawing)
+        more = [
+            (row_of[work.sequence], place, work.sequence.blocks[place])
+            for work, before in zip(step.work, held, strict=True)
+            for place in range(before, len(work.sequence.blocks))
+        ]
+        return self._steps(following, flight.drawing, partial(decoder.give, more))
 
     def _take(self, sequence: scheduling.Sequence, drawn: list[int], logprobs: list[float], sampling: Sampling, stops: StopStrings) -> None:
         """Give a sample its drawn tokens, up to a stop string: the device stops at end tokens and limits, but does not see strings."""

@@ -1,0 +1,105 @@
+"""The models of time, scaled by what a probe has measured of this device and its host.
+
+Enters: the description of a run, and what a worker has measured before its first step. Leaves: a `Calibration`. Guaranteed: arithmetic
+alone; a factor that no measurement tells about is 1, and none moves a model by more than `MOST` times.
+
+A GPU takes the seconds of its own work or those of the host's launches, whichever are more: small micro-batches measure the host, larger
+ones that take clearly longer the device. Of two rollouts of unlike lengths the difference is decode steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from fulltilt.records import Probed, RolloutPass, UpdatePass
+from fulltilt.tune.description import AS_MODELLED, BatchDescription, Calibration, RunDescription
+from fulltilt.tune.lengths import Lengths
+from fulltilt.tune.probe import waiting_and_others
+from fulltilt.tune.time_model import OF_HOST, Passes, generation_seconds, pass_seconds
+
+# Times that the same launches take now more, now less, on a host that others use too. The models miss a device by as much: of 40 runs on an
+# H200 (docs/bench/predictions_jobs.json) they describe 37 within 15%, and predictions scaled by an earlier probe were that close in 20.
+# Within that, a factor of a few short passes is more likely their own error than the device's.
+NOISE = 1.15
+MOST = 4.0  # times that a measurement may move a model up or down: beyond that, something else was measured
+OF_STEPS = ("weights", "products", "keys and values", "sampling", "collectives", "short kernels", "launches")  # causes of decode steps
+
+
+def calibrate(run: RunDescription, probed: Probed) -> Calibration:
+    """What the measurements say of the device and the host of a run."""
+    found = of_updates(run, probed.updates)
+    return of_rollouts(replace(run, calibration=found), probed.rollouts)
+
+
+def in_words(found: Calibration) -> str:
+    """The calibration for people."""
+    parts = [f"the host's launches {found.host:.2f}", f"micro-batches {found.passes:.2f}", f"decode steps {found.decoding:.2f}"]
+    return f"probe: here {', '.join(parts)} times the seconds of the models, by which predictions are scaled"
+
+
+# ---- passes over micro-batches -----------------------------------------------------------------------------------------------------------
+
+
+def of_updates(run: RunDescription, passes: Sequence[UpdatePass]) -> Calibration:
+    timed = [own for own in passes if own.seconds]
+    if not timed or run.offload_activations:  # which takes the link to the host as long as the device or longer
+        return AS_MODELLED
+    waiting, others = waiting_and_others(timed)
+    models = {own: seconds_of_pass(run, own) for own in timed}
+    host = beyond_noise(factor([(own.seconds or 0.0) / models[own][0] for own in waiting]))
+    device = factor([(own.seconds or 0.0) / models[own][1] for own in others])
+    if not others:  # it has never been busy to the end: that it was no slower is all they say
+        device = factor([min(1.0, *((own.seconds or 0.0) / models[own][1] for own in waiting))])
+    return Calibration(host=host, passes=unless_noise(device))
+
+
+def seconds_of_pass(run: RunDescription, own: UpdatePass) -> tuple[float, float]:
+    """Seconds of the host and of the device in a measured micro-batch, by the models."""
+    length = max(2, round(own.pairs / own.tokens))
+    alone = replace(run.system, hidden=0.0)
+    same = replace(run, lengths=Lengths(1, length - 1, 1.0, length - 1.0), system=alone, calibration=AS_MODELLED, others=())
+    found = pass_seconds(same, Passes(own.tokens, own.tokens / length, 1, 1, learns=True))
+    host = sum(seconds for cause, seconds in found.items() if cause in OF_HOST)
+    return host, sum(found.values()) - host
+
+
+def beyond_noise(found: float) -> float:
+    """The part of a factor that a host's noise does not explain."""
+    return max(1.0, found / NOISE) if found > 1 else min(1.0, found * NOISE)
+
+
+def unless_noise(found: float) -> float:
+    """A factor of the device: 1 where noise explains it, and whole beyond that, for a device that is clearly another one is so in full."""
+    return 1.0 if 1 / NOISE <= found <= NOISE else found
+
+
+def factor(ratios: Sequence[float]) -> float:
+    """The factor that explains these ratios best; 1 where there are none."""
+    return max(1 / MOST, min(MOST, fmean(ratios))) if ratios else 1.0
+
+
+# ---- rollouts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def of_rollouts(run: RunDescription, rollouts: Sequence[RolloutPass]) -> Calibration:
+    """The calibration of the run with what its rollouts tell."""
+    if len(rollouts) < 2 or not run.rollout:
+        return run.calibration
+    short, long = min(rollouts, key=lambda own: own.response_tokens), max(rollouts, key=lambda own: own.response_tokens)
+    (steps, others), (more, _) = steps_and_others(run, short), steps_and_others(run, long)
+    if more <= steps:
+        return run.calibration
+    decoding = unless_noise(factor([(long.decode_seconds - short.decode_seconds) / (more - steps)]))
+    return replace(run.calibration, decoding=decoding, rollout_s=max(0.0, short.seconds - short.decode_seconds - others))
+
+
+def steps_and_others(run: RunDescription, own: RolloutPass) -> tuple[float, float]:
+    """Seconds of decode steps and of everything else in a measured rollout, by the models."""
+    lengths = Lengths(own.prompt_tokens, own.response_tokens, float(own.prompt_tokens), float(own.response_tokens))
+    prompts = own.prompts * run.engines  # as if each engine had as many
+    batch = BatchDescription(prompts=prompts, samples=own.samples, minibatch_prompts=prompts)
+    found = generation_seconds(replace(run, lengths=lengths, batch=batch, others=())).causes
+    steps = sum(seconds for cause, seconds in found.items() if cause in OF_STEPS)
+    return steps, sum(found.values()) - steps
