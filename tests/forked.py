@@ -82,6 +82,21 @@ def use(patch: Any) -> None:
         patch.setattr(processes, "start_child", start_child)
 
 
+def children_of(process: int) -> set[int]:
+    """The processes that it has started, from whichever thread; none if it has ended. Threads may end while they are read."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def workers_of(process: int) -> list[int]:
+    """The processes of workers that it has started, in order of rank."""
+    return sorted(filter(is_worker, children_of(process)))
+
+
 def is_worker(pid: int) -> bool:
     """Whether it is the process of a worker, forked or not."""
     folder = Path(f"/proc/{pid}")

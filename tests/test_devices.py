@@ -7,7 +7,6 @@ numbers are the reference.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -646,13 +645,12 @@ PLAIN = """
 import os
 from pathlib import Path
 
+import forked
 import fulltilt
 import torch.distributed
 
 def look(step, metrics):
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    seen.append([Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in children])
+    seen.append([Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in forked.children_of(os.getpid())])
     groups.append(torch.distributed.is_initialized())
 
 seen, groups = [], []
@@ -703,7 +701,7 @@ def test_a_worker_that_fails_is_named(
 ) -> None:
     """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed; no
     process is left, and no shared memory."""
-    folder, before = runs.make(tmp_path / "folder", model_folders("qwen2")), children_of(os.getpid())
+    folder, before = runs.make(tmp_path / "folder", model_folders("qwen2")), forked.children_of(os.getpid())
     settings = ("run.steps=3", "run.save_every=1", *QUIET)
     pool, broken = Pool(2), tmp_path / "broken"
     try:
@@ -717,26 +715,13 @@ def test_a_worker_that_fails_is_named(
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     finally:
         pool.close()
-    assert children_of(os.getpid()) <= before
+    assert forked.children_of(os.getpid()) <= before
     assert list(runs.checkpoints(folder)) == [1]
     runs.train(folder, *settings, "cluster.workers=1")
     assert list(runs.checkpoints(folder)) == [2, 3]
 
 
 REAL = ("cluster.workers=2", "run.save_every=2", *QUIET)
-
-
-def children_of(process: int) -> set[int]:
-    """The processes that it has started, from whichever thread; none if it has ended."""
-    with contextlib.suppress(OSError):
-        tasks = Path(f"/proc/{process}/task").iterdir()
-        return {int(pid) for task in tasks for pid in read(task / "children").split()}
-    return set()
-
-
-def workers_of(driver: int) -> list[int]:
-    """Their processes, in order of rank."""
-    return sorted(filter(forked.is_worker, children_of(driver)))
 
 
 def read(path: Path) -> bytes:
@@ -807,7 +792,7 @@ def test_a_real_command_is_told_to_stop(
     process = runs.Started(folder, ["train", "run.toml", "--json", *settings], forked.use_always)
     for _ in range(2):
         assert process.stdout.readline()
-    pids = workers_of(process.pid)
+    pids = forked.workers_of(process.pid)
     os.killpg(process.pid, number)
     process.communicate(timeout=60)
     said = (folder / "said.txt").read_text()
@@ -852,7 +837,7 @@ def kill_once(
 ) -> None:
     (folder / "said.txt").unlink(missing_ok=True)
     process = runs.Started(folder, ["train", "run.toml", "--json", *settings], first)
-    pids = eventually(lambda: found if len(found := workers_of(process.pid)) == 2 else None, process)
+    pids = eventually(lambda: found if len(found := forked.workers_of(process.pid)) == 2 else None, process)
     assert pids, (folder / "said.txt").read_text()
     for _ in range(0 if starting else chance.randint(2, 4)):
         assert process.stdout.readline()
@@ -923,14 +908,14 @@ class Restarting:
         """The four workers that were started last, after so many steps; None where the run has ended instead."""
 
         def found() -> list[int] | None:
-            own = [pid for pid in workers_of(self.process.pid) if pid not in self.seen]
+            own = [pid for pid in forked.workers_of(self.process.pid) if pid not in self.seen]
             return own if len(own) == 4 else None
 
         pids: list[int] | None = eventually(found, self.process)
         return pids if pids and all(self.process.stdout.readline() for _ in range(steps)) else None
 
     def kill(self, worker: int) -> None:
-        self.seen |= set(workers_of(self.process.pid))
+        self.seen |= set(forked.workers_of(self.process.pid))
         os.kill(worker, signal.SIGKILL)
         deadline = time.monotonic() + NAMED_S
         while f"(process {worker}) was killed by signal 9 (SIGKILL)" not in self.said():
@@ -939,7 +924,7 @@ class Restarting:
 
     def end(self, mark: str, code: int) -> None:
         """Wait for the end of the command, and of everything that it has started."""
-        pids = workers_of(self.process.pid)
+        pids = forked.workers_of(self.process.pid)
         self.process.communicate(timeout=NAMED_S)
         assert self.process.returncode == code, self.said()
         assert gone(mark, ENDED_S, pids)

@@ -66,8 +66,7 @@ def _workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def workers_of(process: int) -> list[int]:
     """The processes of a run's workers, in order of rank."""
-    children = {int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()}
-    return sorted(pid for pid in children - OTHERS if forked.is_worker(pid))
+    return [pid for pid in forked.workers_of(process) if pid not in OTHERS]
 
 
 def train(folder: Path, on_step: Callable[[int, dict[str, Any]], object], *overrides: str) -> str:
