@@ -10,6 +10,8 @@ TORCH_INDEX =
 # WORKERS=0, for some tests measure its memory.
 WORKERS = logical --maxprocesses 8
 PYTEST_ARGS =
+# Which tests "make test" runs, by their marks.
+TESTS = not long and not matrix
 FAULTS = --cases 1000 --kills 100
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 BIN = .venv/bin
@@ -20,12 +22,14 @@ USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 # else that it does when it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check check-all faults reference clean
+.PHONY: help demo test lint check check-all prove faults reference clean
 
 help:
 	@echo "make demo       train a small model on this computer and print what it learned"
 	@echo "make test       the tests, one process per core; WORKERS=0 runs them in one, PYTEST_ARGS=\"-k resume\" chooses some"
 	@echo "make check      lint, types, the long tests (rare variants, runs that learn) and a proof of every performance knob"
+	@echo "make lint       ruff and mypy"
+	@echo "make prove      a proof of every performance knob"
 	@echo "make check-all  make check, and every combination of workers and shardings: resumes on others, 20 kills of workers and drivers"
 	@echo "make faults     1,000 hostile inputs and 100 kills: docs/faults.md; make check runs a part of them"
 	@echo "make reference  write docs/reference.md anew from the code"
@@ -36,21 +40,26 @@ demo: .venv/ready
 	$(BIN)/fulltilt demo
 
 test: .venv/dev
-	$(PYTEST) -m "not long and not matrix"
+	$(PYTEST) -m "$(TESTS)"
 
-check: .venv/dev
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m "long and not matrix"
-	$(BIN)/fulltilt prove --quiet --device cpu
-	$(BIN)/python tests/faults --cases 300
 
-check-all: check
-	$(PYTEST) -m matrix
+prove: .venv/dev
+	$(BIN)/fulltilt prove --quiet --device cpu
 
 faults: .venv/dev
 	$(BIN)/python tests/faults $(FAULTS)
+
+check: lint
+	$(PYTEST) -m "long and not matrix"
+	$(MAKE) prove
+	$(MAKE) faults FAULTS="--cases 300"
+
+check-all: check
+	$(PYTEST) -m matrix
 
 reference: .venv/ready
 	$(BIN)/python -m fulltilt.reference > docs/reference.md.new
