@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import mmap
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ import runs
 from test_processes import Greeted
 
 from fulltilt.cluster import worker as worker_file
-from fulltilt.cluster.alive import Signs, Written, no_signs, signs_for, signs_of_progress
+from fulltilt.cluster.alive import Loaded, Signs, Written, no_signs, signs_for, signs_of_progress
 from fulltilt.cluster.assembly import assemble
 from fulltilt.cluster.local import LocalInbox
 from fulltilt.cluster.processes import Processes
@@ -51,6 +52,20 @@ class Driver:
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         raise AssertionError("it is told nothing")
+
+
+def test_what_is_read_from_large_pages_counts(tmp_path: Path) -> None:
+    """A kernel whose file cache has pages of two megabytes brings in each with one fault."""
+    path = tmp_path / "weights"
+    with path.open("wb", buffering=0) as file:
+        for _ in range(8):
+            file.write(bytes(2**21))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as weights:
+        loaded = Loaded()
+        before = loaded()
+        assert loaded() - before < 1  # nothing has been read
+        assert sum(weights[place] for place in range(0, len(weights), 4096)) == 0
+        assert loaded() - before >= 6
 
 
 def write_until(told: threading.Event, path: Path) -> None:
