@@ -39,7 +39,10 @@ from fulltilt.parallel.traffic import (
     tensor_pass,
     ulysses_pass,
 )
-from fulltilt.plan import MOST_SEQS, RESERVE, TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
+from fulltilt.plan.cache import MOST_SEQS
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.micro_batches import TOKEN_BUDGET
+from fulltilt.plan.sharding import RESERVE, choose_sharding
 from fulltilt.schema import Config
 from fulltilt.shape import LayerDivision, Recompute, Shape
 

@@ -18,8 +18,9 @@ from functools import cache
 from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
-from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
-from fulltilt.plan import prefill_bytes as pass_bytes
+from fulltilt.plan.cache import prefill_bytes as pass_bytes
+from fulltilt.plan.facts import ACTIVATION_MARGIN
+from fulltilt.plan.resident import STREAMED
 from fulltilt.shape import DecoderLayer, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RoleDescription, RunDescription
