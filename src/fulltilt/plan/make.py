@@ -16,6 +16,7 @@ from fulltilt.plan.budgets import Budgets, keep_budgets, make_budgets
 from fulltilt.plan.cache import check_cache, check_decoding, rollout_memory, why_decoding_has_no_graphs
 from fulltilt.plan.decisions import KEPT_AS, OWN_BUDGETS, RolePlan, RoleSettings, count_steps, longest_response, updates_per_step
 from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.micro_batches import budget_reasons
 from fulltilt.plan.resident import check_loading
 from fulltilt.plan.roles import plan_roles
 from fulltilt.plan.words import in_words, words_of_own_workers
@@ -76,6 +77,9 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
         budgets, changed = keep_budgets(config, facts, memory, budgets, kept)
     if facts.rollout:
         check_cache(config, facts, memory, budgets.kv_blocks)
+    # Budgets may have changed since roles were planned: by what updates take, or to those of the checkpoint.
+    of_updates = {role: getattr(budgets, KEPT_AS[role]) for role in facts.roles if role in KEPT_AS}
+    roles = replace(roles, reasons={**roles.reasons, **budget_reasons(config, facts.device, of_updates)})
     steps = count_steps(config, facts.steps_per_epoch)
     if "actor" not in facts.roles:
         own = {role: roles.settings[role] for role in facts.roles}

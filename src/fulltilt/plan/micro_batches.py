@@ -31,6 +31,8 @@ AS_FORESEEN = 1.03  # times the bytes that were foreseen, up to which a measurem
 # Of the seconds that a micro-batch's tokens take the device, those that the host may take for its launches before `auto` gives it more: it
 # launches ahead, and the device waits only where it falls behind.
 WAITING = 3 / 4
+WHY_MORE = "with fewer tokens of so small a model the device would wait"
+WHY_FEWER = "more would not fit into the device's memory"
 
 
 def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:
@@ -74,6 +76,16 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     ):
         tokens *= 2
     return tokens
+
+
+def budget_reasons(config: Config, device: str, budgets: Mapping[str, int]) -> dict[tuple[str, str], str]:
+    """Why `auto` gave a role's updates other than the usual number of tokens, by role and key; empty where it did not."""
+    found = {}
+    for role, tokens in budgets.items():
+        section, usual = getattr(config, role), update_budget(config, device, role, {})
+        by_auto = config.actor.token_budget == section.token_budget == "auto" and section.dynamic_batch
+        found[role, "token_budget"] = (WHY_MORE if tokens > usual else WHY_FEWER) if by_auto and tokens != usual else ""
+    return found
 
 
 def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fulltilt.plan.decisions import KEPT_AS, Decisions, RolePlan, RoleSettings, given_decisions
 from fulltilt.plan.facts import Facts
-from fulltilt.plan.micro_batches import decide_budget, micro_batch_tokens
+from fulltilt.plan.micro_batches import budget_reasons, decide_budget, micro_batch_tokens
 from fulltilt.plan.resident import left_for_update
 from fulltilt.plan.sequence import decide_sequence
 from fulltilt.plan.sharding import decide_offloads
@@ -40,7 +40,8 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
         check_host(config, facts, made, budgets)
     settings = made.settings()
     words = (role_in_words(role, settings[role], made.reasons) for role in facts.roles)
-    return RolePlan(settings, budgets, tuple(text for text in words if text), made.reasons)
+    reasons = {**made.reasons, **budget_reasons(config, facts.device, budgets)}
+    return RolePlan(settings, budgets, tuple(text for text in words if text), reasons)
 
 
 def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:

@@ -12,7 +12,6 @@ from fulltilt.plan.budgets import Budgets
 from fulltilt.plan.cache import RolloutMemory, cache_bytes, most_seqs, why_decoding_has_no_graphs
 from fulltilt.plan.decisions import OWN_BUDGETS, RolePlan, releases_memory, updates_per_step
 from fulltilt.plan.facts import Facts
-from fulltilt.plan.micro_batches import TOKEN_BUDGET
 from fulltilt.plan.resident import most_while_loading, resident
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes, many
@@ -23,11 +22,8 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     each, updates = f"{many(steps, 'step')} ({per_epoch}), each of", many(updates_per_step(config), "optimizer step")
     layers = [*facts.division, *sharding_in_words(facts, roles), *roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
-    by_auto, usual, why_budget = actor.token_budget == "auto" and actor.dynamic_batch, TOKEN_BUDGET[facts.device], ""
-    if by_auto and budgets.token_budget > usual:
-        why_budget = " (auto: with fewer tokens of so small a model the device would wait)"
-    elif by_auto and budgets.token_budget < usual:
-        why_budget = " (auto: more would not fit into the device's memory)"
+    why = roles.reasons.get(("actor", "token_budget"))
+    why_budget = f" (auto: {why})" if why else ""
     if not facts.rollout:
         of_update = f"micro-batches of at most {budgets.token_budget} tokens{why_budget}"
         return [f"{each} {algorithm.prompts_per_step} rows, {updates}; {of_update}", *layers]

@@ -532,7 +532,7 @@ def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str
         found |= dict(decided_reasons(config, own))
     found |= dict(rollout_reasons(config, teams["actor"], knobs)) if teams["actor"].facts.rollout else {}
     # What a team has decided is the true reason; values only tell where nothing was decided.
-    found = dict(value_reasons(config, teams, knobs)) | found
+    found = dict(value_reasons(config, knobs)) | found
     for role in (role for role in OF_OTHERS if role in teams):
         found |= dict(inherited_reasons(config, role, apart=teams[role] is not teams["actor"]))
     if teams["actor"].facts.device == "cpu":
@@ -558,7 +558,7 @@ def decided_reasons(config: Config, team: TeamPlan) -> Iterator[tuple[str, str]]
         yield f"{'train' if has_actor else role}.offload_params", "auto never moves the actor's" if copied else alone
     for (role, key), text in team.reasons.items():
         if text:
-            yield f"{'train' if role == 'actor' else role}.{key}", text
+            yield f"{'train' if role == 'actor' and hasattr(config.train, key) else role}.{key}", text
 
 
 def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -578,7 +578,7 @@ def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) ->
         yield "rollout.max_batched_tokens", "a larger pass over prompts would leave too little for the KV cache"
 
 
-def value_reasons(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def value_reasons(config: Config, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Reasons that follow from the values, where no team has decided otherwise."""
     fused = "few kernels a layer, which read and write less" if knobs["train.fused_layers"] else "there are no fused layers for this family"
     yield "train.fused_layers", "compiled layers are not fused" if config.train.compile is True else fused
@@ -586,16 +586,9 @@ def value_reasons(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[
         yield "train.head_recompute", "memory is short, and kept logits would save less time for their bytes than kept activations"
     if not algorithm_settings(config).get("entropy_coef"):
         yield "train.entropy_recompute", "the loss has no entropy bonus, so that nothing is kept for its gradient"
-    usual = TOKEN_BUDGET[teams["actor"].facts.device]
-    for role, most in (("actor", usual), ("critic", 2 * usual)):
-        tokens, of_actor = knobs.get(f"{role}.token_budget", most), knobs.get("actor.token_budget")
-        follows = role == "critic" and is_set(config, "actor.token_budget")
-        if tokens < most and not follows:
-            yield f"{role}.token_budget", "more would not fit, with all recompute and offload of activations that there may be"
-        elif tokens > most and not follows:
-            yield f"{role}.token_budget", "with fewer tokens of so small a model the GPU would wait for its host"
-        elif role == "critic" and of_actor is not None and tokens == 2 * of_actor:
-            yield "critic.token_budget", TWICE
+    of_actor = knobs.get("actor.token_budget")
+    if of_actor is not None and knobs.get("critic.token_budget") == 2 * of_actor:
+        yield "critic.token_budget", TWICE
     # What the other roles get follows from what is usual, which a smaller or larger budget of the actor leaves as it is.
     forward = knobs.get("actor.forward_token_budget")
     if forward is not None and knobs.get("ref.forward_token_budget") == forward:
