@@ -118,7 +118,7 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
         # One block more than a sample needs: newcomers wait until those that run have a block each to grow by.
         most = (per_sample + 1) * max_seqs * block_bytes
         room = max(0, memory.free - memory.decode - memory.returning)
-        prefill = pass_bytes(facts, min(batched, most_in_a_pass(config, facts)))
+        prefill = pass_bytes(facts, prompt_tokens(config, facts, batched))
         available = max(0, min(most, int(share * room), room - prefill))
         of_prefill = f" and {in_bytes(prefill)} for a pass over prompts" if prefill else ""
         source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding{of_prefill},"
@@ -147,14 +147,18 @@ def pass_bytes(facts: Facts, tokens: float) -> int:
     return prefill_bytes(actor.shape, tokens, actor.itemsize, fused=actor.fused, parts=facts.rollout_parts)
 
 
-def most_in_a_pass(config: Config, facts: Facts) -> float:
-    """The most tokens that an engine's passes over prompts can have: those of all prompts that it gets in a step. How many it gets in a
-    validation is not known here."""
+def most_in_a_pass(batched: int, prompts: int, engines: int, tokens: float, at_once: float = math.inf) -> float:
+    """The most tokens of an engine's pass over prompts of `tokens` each, where a pass may have `batched`: those of all prompts that it gets
+    at a time. `at_once`: of how many prompts it samples at once."""
+    return min(batched, min(-(-prompts // engines), at_once) * tokens)
+
+
+def prompt_tokens(config: Config, facts: Facts, batched: int) -> float:
+    """The same for the actor, with the longest prompts. How many an engine gets in a validation is not known here."""
     if config.data.val is not None:
-        return math.inf
-    replicas = max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
-    prompts = config.algorithm.prompts_per_round or config.algorithm.prompts_per_step
-    return -(-prompts // replicas) * facts.longest
+        return batched
+    engines = max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
+    return most_in_a_pass(batched, config.algorithm.prompts_per_round or config.algorithm.prompts_per_step, engines, facts.longest)
 
 
 def pass_tokens(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
