@@ -489,6 +489,17 @@ def test_the_remedy_for_a_short_context_helps() -> None:
     check_context(config(rollout={"max_new_tokens": 12}), 20, 32, rollout=True)
 
 
+def test_a_prompt_that_each_sample_reads_anew_needs_room_for_each() -> None:
+    where: dict[str, Any] = {"device": "cuda", "device_bytes": 24 * GIB, "host_bytes": 1000 * GIB, "longest": 512, "free_bytes": 8 * GIB}
+
+    def blocks(samples: int, *, shared: bool) -> int:
+        algorithm = {"prompts_per_step": 16 // samples, "samples_per_prompt": samples}
+        given = config(lora={"rank": 16}, algorithm=algorithm, rollout={"max_seqs": 1024, "prefix_sharing": shared})
+        return plan_of(Shape.named("7B"), given, **where).budgets.kv_blocks
+
+    assert blocks(8, shared=False) == blocks(1, shared=False) == blocks(1, shared=True) < blocks(8, shared=True)
+
+
 def test_a_budget_below_the_longest_sample_is_said_to_be_passed() -> None:
     facts = plans.facts("cpu", 100 * GIB, kv_bytes_per_token=1 << 10, longest=100)
     for budget, said in ((99, True), (356, False)):

@@ -157,8 +157,9 @@ def prompt_tokens(config: Config, facts: Facts, batched: int) -> float:
     """The same for the actor, with the longest prompts. How many an engine gets in a validation is not known here."""
     if config.data.val is not None:
         return batched
-    engines = max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
-    return most_in_a_pass(batched, config.algorithm.prompts_per_round or config.algorithm.prompts_per_step, engines, facts.longest)
+    algorithm, engines = config.algorithm, max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
+    reads = 1 if config.rollout.prefix_sharing else algorithm.samples_per_prompt
+    return most_in_a_pass(batched, algorithm.prompts_per_round or algorithm.prompts_per_step, engines, reads * facts.longest)
 
 
 def pass_tokens(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
