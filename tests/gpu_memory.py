@@ -33,7 +33,8 @@ from fulltilt.cluster.sizes import role_facts
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.verify import verify
-from fulltilt.plan import Facts, decode_bytes
+from fulltilt.plan.cache import decode_bytes
+from fulltilt.plan.facts import Facts
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fulltilt.plan import Facts, RoleFacts
+from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.shape import Shape
 
 SMALL = RoleFacts(replace(Shape.named("small"), positions=None), parameter_bytes=2 * 10**6)

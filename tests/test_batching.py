@@ -31,7 +31,7 @@ from fulltilt.bench.flops import model_size
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.plan import make_plan
+from fulltilt.plan.make import make_plan
 from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.shape import Shape

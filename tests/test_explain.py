@@ -20,7 +20,7 @@ from fulltilt import config as configuration
 from fulltilt.observe.metrics import MetricsFile
 from fulltilt.observe.utilization import GpuUtilization
 from fulltilt.parallel.layout import Sharding
-from fulltilt.plan import Plan, plan_of
+from fulltilt.plan.make import Plan, plan_of
 from fulltilt.records import UserError
 from fulltilt.schema import Config, to_toml
 from fulltilt.shape import Recompute, Shape

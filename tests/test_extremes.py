@@ -16,7 +16,7 @@ import runs
 from variants import sample_cases
 
 from fulltilt.config import parse
-from fulltilt.plan import plan_of
+from fulltilt.plan.make import plan_of
 from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, legal_values, toml_value
 from fulltilt.shape import Shape

@@ -38,7 +38,9 @@ from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
-from fulltilt.plan import Facts, decode_bytes, make_plan, pass_bytes
+from fulltilt.plan.cache import decode_bytes, pass_bytes
+from fulltilt.plan.facts import Facts
+from fulltilt.plan.make import make_plan
 from fulltilt.records import LossSums, MiniBatch, UserError
 from fulltilt.rollout import runner as runner_file
 from fulltilt.rollout.collect import collect

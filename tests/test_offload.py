@@ -46,7 +46,8 @@ from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs
-from fulltilt.plan import OFFLOADS, STREAMED
+from fulltilt.plan.decisions import OFFLOADS
+from fulltilt.plan.resident import STREAMED
 from fulltilt.records import Row, UserError
 from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.training.optim import Optimizer, learning_rate

@@ -15,38 +15,17 @@ import pytest
 
 from fulltilt import footprint
 from fulltilt.parallel.layout import UNSHARDED, Sharding
-from fulltilt.plan import (
-    SLACK,
-    Budgets,
-    Division,
-    Facts,
-    Plan,
-    RoleFacts,
-    RolePlan,
-    RoleSettings,
-    RoleSizes,
-    check_context,
-    check_loading,
-    choose_division,
-    choose_sharding,
-    decode_bytes,
-    divided,
-    given_decisions,
-    graphs_in_words,
-    how_it_fits,
-    loading_order,
-    make_plan,
-    micro_batch_tokens,
-    most_while_loading,
-    on_host,
-    pairs_of_sizes,
-    plan_of,
-    plan_roles,
-    prefill_bytes,
-    resident,
-    returning,
-    uses_graphs,
-)
+from fulltilt.plan.budgets import Budgets
+from fulltilt.plan.cache import decode_bytes, prefill_bytes, uses_graphs
+from fulltilt.plan.decisions import RolePlan, RoleSettings, given_decisions
+from fulltilt.plan.division import Division, choose_division, divided, how_it_fits, pairs_of_sizes
+from fulltilt.plan.facts import Facts, RoleFacts, RoleSizes
+from fulltilt.plan.make import Plan, check_context, make_plan, plan_of
+from fulltilt.plan.micro_batches import micro_batch_tokens
+from fulltilt.plan.resident import SLACK, check_loading, loading_order, most_while_loading, resident, returning
+from fulltilt.plan.roles import on_host, plan_roles
+from fulltilt.plan.sharding import choose_sharding
+from fulltilt.plan.words import graphs_in_words
 from fulltilt.records import UserError
 from fulltilt.schema import Config, value_of
 from fulltilt.shape import QWEN2, SHAPES, Shape
@@ -508,6 +487,17 @@ def test_the_remedy_for_a_short_context_helps() -> None:
     with pytest.raises(UserError, match=r"Lower rollout.max_new_tokens to at most 12$"):
         check_context(config(rollout={"max_new_tokens": 40}), 20, 32, rollout=True)
     check_context(config(rollout={"max_new_tokens": 12}), 20, 32, rollout=True)
+
+
+def test_a_prompt_that_each_sample_reads_anew_needs_room_for_each() -> None:
+    where: dict[str, Any] = {"device": "cuda", "device_bytes": 24 * GIB, "host_bytes": 1000 * GIB, "longest": 512, "free_bytes": 8 * GIB}
+
+    def blocks(samples: int, *, shared: bool) -> int:
+        algorithm = {"prompts_per_step": 16 // samples, "samples_per_prompt": samples}
+        given = config(lora={"rank": 16}, algorithm=algorithm, rollout={"max_seqs": 1024, "prefix_sharing": shared})
+        return plan_of(Shape.named("7B"), given, **where).budgets.kv_blocks
+
+    assert blocks(8, shared=False) == blocks(1, shared=False) == blocks(1, shared=True) < blocks(8, shared=True)
 
 
 def test_a_budget_below_the_longest_sample_is_said_to_be_passed() -> None:
@@ -1008,7 +998,9 @@ def test_the_plan_says_why_models_are_divided() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, fulltilt.plan\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
-    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=True)
+    source = Path(__file__).parents[1] / "src"
+    modules = sorted(f"fulltilt.plan.{file.stem}" for file in (source / "fulltilt" / "plan").glob("[!_]*.py"))
+    assert "fulltilt.plan.make" in modules
+    code = f"import sys, {', '.join(modules)}\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(source)}, check=True)
     assert child.stdout.strip() == "[]"

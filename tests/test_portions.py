@@ -19,7 +19,8 @@ from fulltilt.parallel.experts import expert_table
 from fulltilt.parallel.holdings import bucket_bytes, held_bytes
 from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes
 from fulltilt.parallel.slices import slice_table
-from fulltilt.plan import Division, Facts, RoleFacts, divided
+from fulltilt.plan.division import Division, divided
+from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES
 

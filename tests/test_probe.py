@@ -36,19 +36,12 @@ from fulltilt.cluster.worker import Residents
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.loop.opening import prober_for
 from fulltilt.parallel.ranks import ALONE
-from fulltilt.plan import (
-    ENLARGED,
-    HEADROOM,
-    LEAST_BUDGET,
-    TOKEN_BUDGET,
-    Decisions,
-    Facts,
-    RoleFacts,
-    budgets_by_costs,
-    left_for_update,
-    make_plan,
-    plan_roles,
-)
+from fulltilt.plan.decisions import Decisions
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.make import make_plan
+from fulltilt.plan.micro_batches import ENLARGED, HEADROOM, LEAST_BUDGET, TOKEN_BUDGET, budgets_by_costs
+from fulltilt.plan.resident import left_for_update
+from fulltilt.plan.roles import plan_roles
 from fulltilt.records import MicroBatch, Probed, Prompt, RolloutPass, UpdateCosts, UpdatePass, UpdatePasses, UserError
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.sampler import Sampling

@@ -25,7 +25,8 @@ from fulltilt.cluster.hosts import WorkerDied
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.teams import teams_of
-from fulltilt.plan import Facts, RoleFacts, make_plan
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.make import make_plan
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
 

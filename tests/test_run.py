@@ -18,7 +18,7 @@ from fulltilt.batching import pack
 from fulltilt.cluster.assembly import assemble
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import training_sampling
-from fulltilt.plan import make_plan
+from fulltilt.plan.make import make_plan
 from fulltilt.rollout.sampler import sample_seed
 from fulltilt.schema import Config
 

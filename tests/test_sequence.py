@@ -37,7 +37,8 @@ from fulltilt.cluster.checks import wrong_settings
 from fulltilt.interrupts import Interrupted
 from fulltilt.parallel.cuts import sequence_sizes
 from fulltilt.parallel.layout import Sharding
-from fulltilt.plan import Facts, RoleFacts, plan_roles
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.roles import plan_roles
 from fulltilt.schema import Config
 from fulltilt.shape import Shape
 

@@ -44,7 +44,8 @@ from fulltilt.model.verify import verify
 from fulltilt.parallel.experts import ExpertExchange, split_experts
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import split
-from fulltilt.plan import Facts, make_plan
+from fulltilt.plan.facts import Facts
+from fulltilt.plan.make import make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import Config, LoraConfig
@@ -71,7 +72,7 @@ class Blocked:
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
 from fulltilt.schema import Config
-from fulltilt.plan import plan_of
+from fulltilt.plan.make import plan_of
 from fulltilt.shape import Shape
 config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
 hardware = {"device": "cuda", "device_bytes": 10**12, "host_bytes": 10**13, "longest": 300}

@@ -63,7 +63,9 @@ from fulltilt.parallel.traffic import (
     shared_numbers,
     tensor_pass,
 )
-from fulltilt.plan import Division, Facts, loading_order
+from fulltilt.plan.division import Division
+from fulltilt.plan.facts import Facts
+from fulltilt.plan.resident import loading_order
 from fulltilt.records import MicroBatch, Prompt, Row
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import Decoder

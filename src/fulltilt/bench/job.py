@@ -30,7 +30,7 @@ from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import load_prompts
 from fulltilt.folders import refuse_foreign_json
 from fulltilt.model.load import choose_dtype, load_tokenizer
-from fulltilt.plan import count_steps
+from fulltilt.plan.decisions import count_steps
 from fulltilt.records import Prompt, UserError
 from fulltilt.schema import Config, flatten
 

@@ -27,7 +27,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.sizes import THREADS, free_bytes
-from fulltilt.plan import KV_SHARE
+from fulltilt.plan.cache import KV_SHARE
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.hf import HfEngine
 from fulltilt.words import many

@@ -20,7 +20,8 @@ from fulltilt.bench.roofline import DEVICES, StepCost, bound
 from fulltilt.footprint import sizes_up_to
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.parallel.holdings import held_bytes, passing_bytes, rollout_bytes
-from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
+from fulltilt.parallel.layout import UNSHARDED, Sharding, Sizes
+from fulltilt.parallel.portions import portion_sizes
 from fulltilt.parallel.traffic import (
     WHITENING,
     DecodePass,
@@ -39,9 +40,12 @@ from fulltilt.parallel.traffic import (
     tensor_pass,
     ulysses_pass,
 )
-from fulltilt.plan import MOST_SEQS, RESERVE, TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
+from fulltilt.plan.cache import MOST_SEQS
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.micro_batches import TOKEN_BUDGET
+from fulltilt.plan.sharding import RESERVE, choose_sharding
 from fulltilt.schema import Config
-from fulltilt.shape import LayerDivision, Recompute, Shape
+from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 
 MODELS = ("0.5B", "7B", "32B", "70B")
 WITH_EXPERTS = "Qwen3-30B-A3B"
@@ -80,18 +84,8 @@ class Scale:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of a GPU's part of every layer. Norms, which all GPUs have, count for little beside the rest."""
-        whole = role_of(self.shape).known_sizes
-        if self.sharding.experts > 1:
-            return tuple(part for own in whole for part in self._experts_apart(own))
-        return tuple(replace(own, shape=(-(-own.count // self.tensor),)) for own in whole) if self.tensor > 1 else whole
-
-    def _experts_apart(self, own: ParameterSize) -> Iterator[ParameterSize]:
-        """The numbers of a layer that every GPU has, and those of its part of the experts."""
-        numbers = self.shape.expert_parameters(self.shape.layers[own.layer]) if own.layer is not None else 0
-        yield replace(own, shape=(own.count - numbers,))
-        if numbers:
-            yield replace(own, shape=(numbers // self.sharding.experts,), apart=True)
+        """The sizes of a GPU's part of every layer."""
+        return role_of(self.shape).part(self.tensor, self.sharding.experts).known_sizes
 
     @cached_property
     def held_bytes(self) -> int:
@@ -157,7 +151,7 @@ class Scale:
 
 def role_of(shape: Shape) -> RoleFacts:
     count = sum(shape.parameters_by_kind().values())
-    return RoleFacts(shape, ITEMSIZE * count, count, ITEMSIZE)
+    return RoleFacts(shape, ITEMSIZE * count, count, ITEMSIZE, sizes=portion_sizes(shape, WHOLE_LAYERS, ITEMSIZE, learns=True))
 
 
 def scales(model: str, gpus: int) -> Iterator[tuple[Scale, bool]]:
@@ -295,7 +289,7 @@ class DividedRollout:
     @cached_property
     def at_once(self) -> int:
         """Samples that a group decodes at once: as many as `auto` allows and the cache holds."""
-        weights = ITEMSIZE * sum(self.shape.parameters_by_kind().values()) // self.members
+        weights = role_of(self.shape).part(self.members).parameter_bytes
         cached = ((1 - RESERVE) * MEMORY - weights) / (self.token_bytes * (PROMPT + RESPONSE))
         return min(self.samples, MOST_SEQS["cuda"], int(cached))
 

@@ -50,7 +50,7 @@ from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
 from fulltilt.model import load, lora
-from fulltilt.plan import Plan
+from fulltilt.plan.make import Plan
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
 from fulltilt.schema import Config

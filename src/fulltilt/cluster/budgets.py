@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.cluster.worker import out_of_memory
-from fulltilt.plan import Budgets
+from fulltilt.plan.budgets import Budgets
 from fulltilt.records import RunWarning
 from fulltilt.rollout.engine import RolloutLimits
 from fulltilt.schema import Config

@@ -43,20 +43,12 @@ from fulltilt.parallel.cuts import (
     why_not_experts,
 )
 from fulltilt.parallel.cuts import why_not as why_not_divided
-from fulltilt.plan import (
-    OFFLOADS,
-    OWN_BUDGETS,
-    UNDIVIDED,
-    Division,
-    check_context,
-    count_steps,
-    graphs_without_device,
-    own_sizes,
-    size_key,
-    unless_auto,
-    unshared,
-    wrong_sequence_size,
-)
+from fulltilt.plan.cache import graphs_without_device
+from fulltilt.plan.decisions import OFFLOADS, OWN_BUDGETS, count_steps, own_sizes, size_key, unless_auto
+from fulltilt.plan.division import UNDIVIDED, Division
+from fulltilt.plan.make import check_context
+from fulltilt.plan.sequence import wrong_sequence_size
+from fulltilt.plan.sharding import unshared
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder

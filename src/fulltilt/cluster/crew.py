@@ -40,7 +40,8 @@ from fulltilt.cluster.worker import (
 )
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
-from fulltilt.plan import ROLE_KEYS, Plan, RoleSettings
+from fulltilt.plan.decisions import ROLE_KEYS, RoleSettings
+from fulltilt.plan.make import Plan
 from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
 from fulltilt.rollout.engine import FreeSeats, RolloutLimits
 from fulltilt.rollout.sampler import Sampling

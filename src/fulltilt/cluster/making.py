@@ -70,26 +70,22 @@ from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.tensor import member_layers
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import (
+from fulltilt.plan.decisions import (
     ROLE_KEYS,
-    Division,
-    Facts,
-    RoleFacts,
     RolePlan,
     RoleSettings,
-    RoleSizes,
-    budgets_by_costs,
     count_steps,
     longest_response,
     longest_row,
-    make_plan,
-    micro_batch_tokens,
-    plan_roles,
     size_key,
     unless_auto,
-    update_budget,
     updates_per_step,
 )
+from fulltilt.plan.division import Division
+from fulltilt.plan.facts import Facts, RoleFacts, RoleSizes
+from fulltilt.plan.make import make_plan
+from fulltilt.plan.micro_batches import budgets_by_costs, micro_batch_tokens, update_budget
+from fulltilt.plan.roles import plan_roles
 from fulltilt.records import NOTHING_PROBED, Probed, UpdateCosts, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder

@@ -27,7 +27,8 @@ import fulltilt
 from fulltilt.cluster.sizes import free_bytes
 from fulltilt.hardware import processor
 from fulltilt.memory.trial import MemoryTrial, RandomState, free_unused
-from fulltilt.plan import RoleFacts, RoleSettings
+from fulltilt.plan.decisions import RoleSettings
+from fulltilt.plan.facts import RoleFacts
 from fulltilt.records import MicroBatch, Prompt, RolloutPass, UpdateCosts, UpdatePass, UpdatePasses
 from fulltilt.rollout.engine import Engine, EngineLimits, RolloutLimits
 from fulltilt.rollout.sampler import Sampling

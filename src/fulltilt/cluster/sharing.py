@@ -29,7 +29,8 @@ from fulltilt.parallel.parts import ModelPart, RolloutCopy, join_on_first
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import TensorSplit, split
 from fulltilt.parallel.twin import Twin, like, over_same_memory, part_memory, whole_on_host, without_memory
-from fulltilt.plan import RoleFacts, own_sizes
+from fulltilt.plan.decisions import own_sizes
+from fulltilt.plan.facts import RoleFacts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes
 

@@ -1,6 +1,6 @@
 """Facts for the plan, and the sizes that follow from it.
 
-Enters: a device, the loaded models, the plan's budgets. Leaves: the records that plan.py decides by, the engine's limits, and how large
+Enters: a device, the loaded models, the plan's budgets. Leaves: the records that plans are made from, the engine's limits, and how large
 micro-batches are.
 """
 
@@ -32,23 +32,13 @@ from fulltilt.parallel.parts import ModelPart
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.shard import neighbours
 from fulltilt.parallel.tensor import TensorSplit
-from fulltilt.plan import (
-    KEPT_AS,
-    Budgets,
-    Division,
-    Facts,
-    RoleFacts,
-    check_loading,
-    choose_division,
-    choose_sharding,
-    divided,
-    given_settings,
-    loading_order,
-    longest_response,
-    uses_graphs,
-    why_undivided,
-    why_unshared,
-)
+from fulltilt.plan.budgets import Budgets
+from fulltilt.plan.cache import uses_graphs
+from fulltilt.plan.decisions import KEPT_AS, given_settings, longest_response
+from fulltilt.plan.division import Division, choose_division, divided, why_undivided
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.resident import check_loading, loading_order
+from fulltilt.plan.sharding import choose_sharding, why_unshared
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, shares_model

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fulltilt.cluster.checks import given_division, refuse, too_few, wrong_groups
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.plan import size_key
+from fulltilt.plan.decisions import size_key
 from fulltilt.words import many
 
 

@@ -40,7 +40,8 @@ from fulltilt.parallel.progress import JointPasses
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import Plan, RoleSettings, releases_memory
+from fulltilt.plan.decisions import RoleSettings, releases_memory
+from fulltilt.plan.make import Plan
 from fulltilt.records import NOTHING_PROBED, AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Probed, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, FreeSeats, Listener, RolloutLimits
 from fulltilt.rollout.sampler import Sampling

@@ -36,7 +36,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, read_lines, write_whole
-from fulltilt.plan import Budgets
+from fulltilt.plan.budgets import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup

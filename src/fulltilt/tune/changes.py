@@ -3,7 +3,7 @@
 Enters: a configuration, a shape, devices, and the run as its own plan describes it. Leaves: `KnobChange`, each as a user types it, with the
 run that it makes. Guaranteed: what is tried is what `fulltilt plan` compares (tune/runners_up.py), also for knobs that were set by hand;
 each change parses together with the rest of the configuration and is planned again, so that all that is left to `auto` is decided with it;
-nothing is tried that plan.py refuses; arithmetic alone.
+nothing is tried that fulltilt.plan refuses; arithmetic alone.
 """
 
 from __future__ import annotations

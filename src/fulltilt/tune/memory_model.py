@@ -18,8 +18,10 @@ from functools import cache
 from typing import Literal
 
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
-from fulltilt.plan import ACTIVATION_MARGIN, STREAMED
-from fulltilt.plan import prefill_bytes as pass_bytes
+from fulltilt.plan.cache import most_in_a_pass
+from fulltilt.plan.cache import prefill_bytes as pass_bytes
+from fulltilt.plan.facts import ACTIVATION_MARGIN
+from fulltilt.plan.resident import STREAMED
 from fulltilt.shape import DecoderLayer, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RoleDescription, RunDescription
@@ -382,8 +384,8 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
 
 def prefill_bytes(run: RunDescription) -> int:
     """Activations of a pass over prompts, each of which is read once for all its samples."""
-    prompts = min(run.batch.rollout_prompts / run.engines, -(-run.engine.max_seqs // run.batch.samples))
-    tokens = min(prompts * run.lengths.prompt, run.engine.max_batched_tokens)
+    at_once = -(-run.engine.max_seqs // run.batch.samples)
+    tokens = most_in_a_pass(run.engine.max_batched_tokens, run.batch.rollout_prompts, run.engines, run.lengths.prompt, at_once)
     return pass_bytes(run.shape, tokens, run.itemsize, fused=run.fused_layers, parts=run.engine.tensor)
 
 

@@ -1,8 +1,8 @@
-"""The plan of a run of fulltilt on hardware that is not here: what plan.py decides, and what the models of memory and time say of it.
+"""The plan of a run of fulltilt on hardware that is not here: what fulltilt.plan decides, and what the models of memory and time say of it.
 
 Enters: a configuration, a shape, a cluster and the mean response. Leaves: a `RunDescription`, the knobs with their reasons, or why nothing
-fits. Guaranteed: no weights, no data, no GPU; `auto` is decided by plan.py, as in the run itself, for each team of GPUs that have the same
-roles.
+fits. Guaranteed: no weights, no data, no GPU; `auto` is decided by fulltilt.plan, as in the run itself, for each team of GPUs that have
+the same roles.
 """
 
 from __future__ import annotations
@@ -17,39 +17,34 @@ from fulltilt.hardware import Cluster
 from fulltilt.knobs import LEDGER
 from fulltilt.parallel.cuts import expert_counts, require_legal, require_legal_experts, whole_experts_in_rollouts
 from fulltilt.parallel.layout import Sharding
-from fulltilt.plan import (
+from fulltilt.plan.cache import (
     BATCHED_TOKENS,
-    KEPT_AS,
     MOST_SEQS,
-    OFFLOADS,
-    TOKEN_BUDGET,
-    Division,
-    Facts,
-    Plan,
-    RoleFacts,
-    RolePlan,
-    RoleSettings,
     blocks_per_sample,
     cache_bytes,
-    check_loading,
-    choose_division,
-    choose_sharding,
-    divided,
     graphs_without_device,
+    uses_graphs,
+    why_decoding_has_no_graphs,
+)
+from fulltilt.plan.decisions import (
+    KEPT_AS,
+    OFFLOADS,
+    RolePlan,
+    RoleSettings,
     longest_response,
-    make_plan,
-    plan_roles,
     releases_memory,
     size_key,
     sizes_given,
     unless_auto,
-    update_budget,
     updates_per_step,
-    uses_graphs,
-    why_decoding_has_no_graphs,
-    why_undivided,
-    why_unshared,
 )
+from fulltilt.plan.division import Division, choose_division, divided, why_undivided
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.make import Plan, make_plan
+from fulltilt.plan.micro_batches import TOKEN_BUDGET, update_budget
+from fulltilt.plan.resident import check_loading
+from fulltilt.plan.roles import plan_roles
+from fulltilt.plan.sharding import choose_sharding, why_unshared
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_model, uses_reward_model, value_of
 from fulltilt.settings import algorithm_settings, bounds_of, is_set, preset_of
@@ -75,9 +70,9 @@ BUDGETS_OF = {
 @dataclass(frozen=True)
 class OwnPlan:
     run: RunDescription
-    knobs: Mapping[str, Any] = field(default_factory=dict)  # where plan.py refuses the run, those that are known
+    knobs: Mapping[str, Any] = field(default_factory=dict)  # where fulltilt.plan refuses the run, those that are known
     reasons: tuple[str, ...] = ()  # what the run does, and what the models leave out
-    refused: str = ""  # why plan.py finds that it does not fit
+    refused: str = ""  # why fulltilt.plan finds that it does not fit
     why: Mapping[str, str] = field(default_factory=dict)  # why each knob has its value
 
 
@@ -140,7 +135,7 @@ def compares(settings: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TeamPlan:
-    """GPUs that have the same models, and what plan.py decides for them."""
+    """GPUs that have the same models, and what fulltilt.plan decides for them."""
 
     cluster: Cluster
     way: Division
@@ -221,7 +216,7 @@ def teams_of(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, leng
 
 
 def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks: range, lengths: Lengths) -> TeamPlan:
-    """What plan.py decides for the devices `ranks` of a run, which have these roles; or why it finds that nothing fits."""
+    """What fulltilt.plan decides for the devices `ranks` of a run, which have these roles; or why it finds that nothing fits."""
     device = cluster.gpu.device
     sampled = preset_of(config).rollout and "actor" in shapes
     roles = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role, shape in shapes.items()}
@@ -248,7 +243,7 @@ def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks
 
 
 def settled_roles(config: Config, facts: Facts) -> RolePlan | None:
-    """How roles would run in a run that plan.py refuses; None: it is refused for that."""
+    """How roles would run in a run that fulltilt.plan refuses; None: it is refused for that."""
     try:
         return plan_roles(config, facts)
     except UserError:
@@ -359,7 +354,7 @@ def reads_old(config: Config, settings: Mapping[str, Any]) -> bool:
 
 
 def steps_in_words(config: Config) -> str:
-    """The first words of plan.py, which speak of the steps of an epoch too: here the data was not read."""
+    """The first words of fulltilt.plan, which speak of the steps of an epoch too: here the data was not read."""
     algorithm, run = config.algorithm, config.run
     each = f"{many(run.steps, 'step')}, each of" if run.steps else f"{many(run.epochs or 1, 'epoch')}, each step of"
     updates = many(updates_per_step(config), "optimizer step")
@@ -399,8 +394,8 @@ SET_BY_HAND = "set in the run"
 
 
 def knobs_of(config: Config, teams: Mapping[str, TeamPlan]) -> dict[str, Any]:
-    """The value of every performance knob that has an effect in this run or is set in it; where plan.py refuses the run, of those that
-    are known."""
+    """The value of every performance knob that has an effect in this run or is set in it; where fulltilt.plan refuses the run, of those
+    that are known."""
     team = teams["actor"]
     facts, own = team.facts, team.settings.get("actor")
     found: dict[str, Any] = dict(layout_knobs(config, team)) if team.cluster.gpus > 1 else {}
@@ -537,7 +532,7 @@ def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str
         found |= dict(decided_reasons(config, own))
     found |= dict(rollout_reasons(config, teams["actor"], knobs)) if teams["actor"].facts.rollout else {}
     # What a team has decided is the true reason; values only tell where nothing was decided.
-    found = dict(value_reasons(config, teams, knobs)) | found
+    found = dict(value_reasons(config, knobs)) | found
     for role in (role for role in OF_OTHERS if role in teams):
         found |= dict(inherited_reasons(config, role, apart=teams[role] is not teams["actor"]))
     if teams["actor"].facts.device == "cpu":
@@ -548,7 +543,7 @@ def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str
 
 
 def decided_reasons(config: Config, team: TeamPlan) -> Iterator[tuple[str, str]]:
-    """What plan.py says of its own decisions for some GPUs."""
+    """What fulltilt.plan says of its own decisions for some GPUs."""
     has_actor = "actor" in team.facts.roles
     alone = "no other role works on these GPUs, so they are never in the way"
     if team.facts.sharding.why and has_actor:
@@ -563,7 +558,7 @@ def decided_reasons(config: Config, team: TeamPlan) -> Iterator[tuple[str, str]]
         yield f"{'train' if has_actor else role}.offload_params", "auto never moves the actor's" if copied else alone
     for (role, key), text in team.reasons.items():
         if text:
-            yield f"{'train' if role == 'actor' else role}.{key}", text
+            yield f"{'train' if role == 'actor' and hasattr(config.train, key) else role}.{key}", text
 
 
 def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -583,7 +578,7 @@ def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) ->
         yield "rollout.max_batched_tokens", "a larger pass over prompts would leave too little for the KV cache"
 
 
-def value_reasons(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def value_reasons(config: Config, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Reasons that follow from the values, where no team has decided otherwise."""
     fused = "few kernels a layer, which read and write less" if knobs["train.fused_layers"] else "there are no fused layers for this family"
     yield "train.fused_layers", "compiled layers are not fused" if config.train.compile is True else fused
@@ -591,16 +586,9 @@ def value_reasons(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[
         yield "train.head_recompute", "memory is short, and kept logits would save less time for their bytes than kept activations"
     if not algorithm_settings(config).get("entropy_coef"):
         yield "train.entropy_recompute", "the loss has no entropy bonus, so that nothing is kept for its gradient"
-    usual = TOKEN_BUDGET[teams["actor"].facts.device]
-    for role, most in (("actor", usual), ("critic", 2 * usual)):
-        tokens, of_actor = knobs.get(f"{role}.token_budget", most), knobs.get("actor.token_budget")
-        follows = role == "critic" and is_set(config, "actor.token_budget")
-        if tokens < most and not follows:
-            yield f"{role}.token_budget", "more would not fit, with all recompute and offload of activations that there may be"
-        elif tokens > most and not follows:
-            yield f"{role}.token_budget", "with fewer tokens of so small a model the GPU would wait for its host"
-        elif role == "critic" and of_actor is not None and tokens == 2 * of_actor:
-            yield "critic.token_budget", TWICE
+    of_actor = knobs.get("actor.token_budget")
+    if of_actor is not None and knobs.get("critic.token_budget") == 2 * of_actor:
+        yield "critic.token_budget", TWICE
     # What the other roles get follows from what is usual, which a smaller or larger budget of the actor leaves as it is.
     forward = knobs.get("actor.forward_token_budget")
     if forward is not None and knobs.get("ref.forward_token_budget") == forward:

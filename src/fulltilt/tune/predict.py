@@ -16,7 +16,9 @@ from typing import Any, get_args
 
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.plan import Budgets, Plan, RoleSettings
+from fulltilt.plan.budgets import Budgets
+from fulltilt.plan.decisions import RoleSettings
+from fulltilt.plan.make import Plan
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import DecoderLayer, Experts, ModelFamily, Recompute, Shape

@@ -1,9 +1,10 @@
 """The probe: what micro-batches of an update and short rollouts take on this device, measured at the start of a run.
 
-Enters: `UpdatePass` and `RolloutPass` records. Leaves: `UpdateCosts`, which plan.py sizes token budgets by, and the measured rollouts, by
-which the models of time are scaled (tune/calibration.py). Guaranteed: pure Python; every coefficient stands for something physical and is
-not negative; a model with its settings is measured once on a device, and the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache) keeps what
-was found; a file there may be lost or damaged without harm; with `run.deterministic` no seconds are measured, nor read from the cache.
+Enters: `UpdatePass` and `RolloutPass` records. Leaves: `UpdateCosts`, by which fulltilt.plan sizes token budgets, and the measured
+rollouts, by which the models of time are scaled (tune/calibration.py). Guaranteed: pure Python; every coefficient stands for something
+physical and is not negative; a model with its settings is measured once on a device, and the user's cache folder (`XDG_CACHE_HOME`, or
+~/.cache) keeps what was found; a file there may be lost or damaged without harm; with `run.deterministic` no seconds are measured, nor read
+from the cache.
 
 Bytes = fixed + token_bytes x tokens: what layers keep for the backward pass grows with tokens.
 Seconds = token_s x tokens + pair_s x pairs (matrix products and memory traffic, and attention), but at least those of the host's launches,

@@ -1,7 +1,7 @@
 """What the models say of one run, for people and as JSON, and the cheapest ways to make it fit.
 
-Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of plan.py. Leaves: lines, or a mapping with `fits`, `model`,
-`memory`, `step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
+Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of fulltilt.plan. Leaves: lines, or a mapping with `fits`,
+`model`, `memory`, `step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class PlanReport:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     refused: str = ""
-    why: Mapping[str, str] = field(default_factory=dict)  # of each knob, where plan.py decides
+    why: Mapping[str, str] = field(default_factory=dict)  # of each knob, where fulltilt.plan decides
     runners_up: Mapping[str, RunnerUp] = field(default_factory=dict)
-    planned: PlannedRun | None = None  # what was planned, where plan.py decides
+    planned: PlannedRun | None = None  # what was planned, where fulltilt.plan decides
 
     @property
     def fits(self) -> bool:

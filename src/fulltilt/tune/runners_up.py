@@ -14,7 +14,8 @@ from typing import Any
 
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
-from fulltilt.plan import MOST_SEQS, TOKEN_BUDGET
+from fulltilt.plan.cache import MOST_SEQS
+from fulltilt.plan.micro_batches import TOKEN_BUDGET
 from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, samples_from_copy, shown, value_of
 from fulltilt.settings import is_set
@@ -81,7 +82,7 @@ class RunnerUp:
     value: Any
     seconds: float | None  # of a step; None: it does not fit
     missing: int = 0  # bytes by which it does not fit
-    refused: str = ""  # why plan.py refuses it
+    refused: str = ""  # why fulltilt.plan refuses it
     others: Changes = field(default_factory=dict)  # what `auto` then becomes elsewhere
 
     @property

@@ -2,7 +2,7 @@
 
 Enters: a configuration, a shape, devices and the mean response. Leaves: `SearchResult`, with finalists ranked by predicted seconds of a
 step, each with its reasons. Guaranteed: arithmetic alone, no clock and no randomness; keys that the user has set, and keys of the
-algorithm, are never moved; nothing is proposed that does not fit by both plan.py and the model of memory, or that the rules of the
+algorithm, are never moved; nothing is proposed that does not fit by both fulltilt.plan and the model of memory, or that the rules of the
 configuration refuse; the order of dictionaries does not matter; a space of at most `EXHAUSTIVE` settings is searched whole. In a larger one
 each round tries every single change, and where a change would be faster but does not fit, together with each change that frees memory.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
-from fulltilt.plan import MOST_SEQS
+from fulltilt.plan.cache import MOST_SEQS
 from fulltilt.records import UserError
 from fulltilt.schema import Config, toml_value
 from fulltilt.settings import is_set
@@ -59,7 +59,7 @@ class Prediction:
     settings: Settings
     seconds: StepSeconds
     memory: MemoryModel
-    refused: str = ""  # why plan.py finds that it does not fit
+    refused: str = ""  # why fulltilt.plan finds that it does not fit
 
     @property
     def fits(self) -> bool:

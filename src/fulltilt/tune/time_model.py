@@ -19,7 +19,7 @@ from functools import cache
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.footprint import launch_for
 from fulltilt.parallel.traffic import Stream, sent_bytes, tensor_pass, ulysses_pass
-from fulltilt.plan import CACHED_SAMPLES
+from fulltilt.plan.cache import CACHED_SAMPLES
 from fulltilt.shape import DecoderLayer, Recompute, Shape
 from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RunDescription

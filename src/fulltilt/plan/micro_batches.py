@@ -1,0 +1,164 @@
+"""Tokens of an update's micro-batches: what `auto` gives before anything is measured, and what it makes of the measured costs.
+
+Enters: facts, decisions, and the costs that updates were measured to have. Leaves: a token budget for each role that learns. Guaranteed: a
+budget that the user set is taken as it is; one by `auto` fits the memory that is left, by formula or by measurement, as far as a smaller
+one would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fulltilt.plan.decisions import Decisions, RolePlan, longest_row, unless_auto
+from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.resident import left_for_update
+from fulltilt.records import UpdateCosts
+from fulltilt.schema import Config
+from fulltilt.words import in_bytes, many
+
+# What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
+TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
+ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
+# Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
+# took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
+BUSY = 1 << 43
+BUDGET_SHARE = 0.5  # share of the memory left on the device that an enlarged micro-batch may take
+LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
+HEADROOM = 0.15  # share of an update's memory that a micro-batch leaves free which takes more than was foreseen, or is larger than planned
+AS_FORESEEN = 1.03  # times the bytes that were foreseen, up to which a measurement agrees with them
+# Of the seconds that a micro-batch's tokens take the device, those that the host may take for its launches before `auto` gives it more: it
+# launches ahead, and the device waits only where it falls behind.
+WAITING = 3 / 4
+WHY_MORE = "with fewer tokens of so small a model the device would wait"
+WHY_FEWER = "more would not fit into the device's memory"
+
+
+def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:
+    """Tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, where that is given."""
+    given, usual = config.actor.token_budget, TOKEN_BUDGET[device]
+    if role == "actor":
+        return unless_auto(given, budgets.get("actor", usual))
+    return unless_auto(config.critic.token_budget, budgets.get("critic", 2 * usual) if given == "auto" else 2 * given)
+
+
+def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int], sharing: int) -> int:
+    """Tokens that a worker has of the largest micro-batch of an update, of which `sharing` workers compute a part each, or as many groups
+    that divide layers: the members of such a group have a part of its tokens each between the layers."""
+    section = config.critic if role == "critic" else config.actor
+    longest, members = -(-longest_row(config, facts) // sharing), facts.parts_of(role)
+    if not section.dynamic_batch and section.micro_batch:
+        return section.micro_batch * -(-longest // members)
+    return -(-max(update_budget(config, facts.device, role, budgets), longest) // members)
+
+
+def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> int:
+    """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take only a part of the memory
+    that is left, with everything kept for the backward pass that may be kept; fewer where they do not fit with the least that may be."""
+    tokens, model, given = update_budget(config, facts.device, role, {}), facts.roles[role], made.keys[role]
+    if given["offload_activations"] is True:  # by hand: they have to fit the host
+        return tokens
+    all_kept = given["recompute"] in ("auto", "none")
+    autos = {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}
+    keys = {key: autos.get(key, value) if value == "auto" else value for key, value in given.items()}
+    most, bonus = ENLARGED * tokens, bool(config.algorithm.entropy_coef)
+    left = left_for_update(config, made, facts, role)
+    available, longest = BUDGET_SHARE * left, longest_row(config, facts)  # a longer row has a micro-batch alone, whatever the budget
+    while tokens > max(LEAST_BUDGET, longest) and least_update_bytes(config, model, tokens, given) > left:
+        tokens //= 2
+    if tokens < update_budget(config, facts.device, role, {}):
+        return tokens
+    while (
+        tokens < most
+        and tokens * model.parameter_bytes // model.itemsize < BUSY
+        and model.update_bytes(-(-2 * tokens // model.division.members), keys, entropy_gradient=bonus) <= available
+    ):
+        tokens *= 2
+    return tokens
+
+
+def budget_reasons(config: Config, device: str, budgets: Mapping[str, int]) -> dict[tuple[str, str], str]:
+    """Why `auto` gave a role's updates other than the usual number of tokens, by role and key; empty where it did not."""
+    found = {}
+    for role, tokens in budgets.items():
+        section, usual = getattr(config, role), update_budget(config, device, role, {})
+        by_auto = config.actor.token_budget == section.token_budget == "auto" and section.dynamic_batch
+        found[role, "token_budget"] = (WHY_MORE if tokens > usual else WHY_FEWER) if by_auto and tokens != usual else ""
+    return found
+
+
+def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:
+    """About the bytes that a micro-batch takes of the device with all recompute and offload of activations that `auto` may choose; of what
+    is on its way to the host, a layer's are there."""
+    keys, own = {**given, "recompute": "full" if given["recompute"] == "auto" else given["recompute"]}, -(-tokens // model.division.members)
+    found = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef))
+    layers = len(model.shape.layers)
+    return found if given["offload_activations"] is False else found - own * model.kept_bytes(keys) * (layers - 1) // layers
+
+
+def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mapping[str, UpdateCosts]) -> RolePlan:
+    """The roles with token budgets that fit what their updates were measured to take: where that is more than was foreseen, no more than
+    leaves `HEADROOM` of the memory free in the largest micro-batch there may be; and where seconds were measured, enough that the device
+    seldom waits for the host. Where memory ran out, a micro-batch of as many tokens does not fit."""
+    made = Decisions({role: vars(own) for role, own in roles.settings.items()})
+    budgets, words = dict(roles.budgets), list(roles.words)
+    for role, own in costs.items():
+        if own.ran_out_at is not None or not made.keys[role]["offload_activations"]:  # with it they have to fit the host
+            budgets[role] = budget_by_costs(config, facts, made, role, own, update_budget(config, facts.device, role, budgets))
+        if own.token_bytes is not None or own.token_s is not None:
+            words.append(costs_in_words(config, facts, made, role, own, budgets))
+    return replace(roles, budgets=budgets, words=tuple(words))
+
+
+def budget_by_costs(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, planned: int) -> int:
+    bonus, left = bool(config.algorithm.entropy_coef), left_by_device(config, facts, made, role)
+
+    def fits(budget: int) -> bool:
+        tokens, taken = largest_bytes(config, facts, made, role, costs, budget)
+        if costs.ran_out_at is not None and tokens >= costs.ran_out_at:
+            return False
+        foreseen = facts.roles[role].update_bytes(tokens, made.keys[role], entropy_gradient=bonus)
+        # What takes no more than the plan has foreseen needs no more than the room that the plan has left.
+        return taken <= (1 - HEADROOM) * left or (budget <= planned and taken <= AS_FORESEEN * foreseen <= AS_FORESEEN * left)
+
+    def waits(budget: int) -> bool:
+        seconds = costs.seconds(budget, budget * min(budget, longest_row(config, facts)))
+        host, fixed = costs.host_s or 0.0, costs.fixed_s or 0.0
+        return bool(seconds) and max(host, fixed) > WAITING * ((seconds or 0.0) - fixed)
+
+    def largest(budget: int) -> int:
+        return largest_bytes(config, facts, made, role, costs, budget)[0]
+
+    tokens, most = planned, max(planned, ENLARGED * update_budget(config, facts.device, role, {}))
+    while costs.ran_out_at is None and 2 * tokens <= most and waits(tokens) and fits(2 * tokens):
+        tokens *= 2
+    # The longest sample is as long in a smaller budget: where it does not fit alone, the others would only wait in more micro-batches.
+    while tokens > LEAST_BUDGET and not fits(tokens) and largest(tokens // 2) < largest(tokens):
+        tokens //= 2
+    return tokens
+
+
+def largest_bytes(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budget: int) -> tuple[int, int]:
+    """Tokens of the largest micro-batch that there may be with a budget, and the bytes that it takes."""
+    tokens = micro_batch_tokens(config, facts, role, {role: budget}, made.sequence(role))
+    bonus = bool(config.algorithm.entropy_coef)
+    measured = costs.bytes(tokens)
+    return tokens, facts.roles[role].update_bytes(tokens, made.keys[role], entropy_gradient=bonus) if measured is None else measured
+
+
+def left_by_device(config: Config, facts: Facts, made: Decisions, role: str) -> int:
+    return left_for_update(config, made, facts, role) if facts.device == "cuda" else int(BUDGET_SHARE * facts.host_bytes)
+
+
+def costs_in_words(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budgets: Mapping[str, int]) -> str:
+    tokens, taken = largest_bytes(config, facts, made, role, costs, update_budget(config, facts.device, role, budgets))
+    found = [f"{in_bytes(costs.token_bytes)} a token"] if costs.token_bytes is not None else []
+    if costs.token_s is not None and costs.fixed_s is not None and costs.host_s is not None:
+        least = f"at least {1e3 * costs.host_s:.3g} ms" if costs.host_s else f"{1e3 * costs.fixed_s:.3g} ms"
+        found.append(f"{1e6 * costs.token_s:.3g} us a token and {least} a micro-batch")
+    left = in_bytes(max(0, left_by_device(config, facts, made, role)))
+    return (
+        f"probe: an update of the {role} takes {' and '.join(found)} (micro-batches of up to {many(costs.largest, 'token')} were "
+        f"measured); the largest there may be, {many(tokens, 'token')}, takes {in_bytes(taken)} of {left}"
+    )
