@@ -21,7 +21,7 @@ import fulltilt
 from fulltilt import loop
 from fulltilt.algo.build import build
 from fulltilt.cluster import checks, processes
-from fulltilt.cluster.hosts import WorkerDied
+from fulltilt.cluster.hosts import WorkerDied, WorkerError
 from fulltilt.loop import opening
 from fulltilt.loop.run import Summary
 from fulltilt.observe.console import Console
@@ -98,7 +98,7 @@ def wait_for_checkpoint(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_restart_that_is_refused_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_is_refused_is_a_failure_of_the_cluster_and_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Exception] = [WorkerDied("worker 1 was killed"), UserError("others use them"), UserError("no such file")]
 
     def fail(attempts: opening.Attempts) -> Summary:
@@ -106,7 +106,7 @@ def test_a_restart_that_is_refused_says_how_to_resume(folder: Path, monkeypatch:
 
     monkeypatch.setattr(opening.Attempts, "_attempt", fail)
     refused = r"^Restart 1 of 1: others use them\nThere is no checkpoint to resume from yet$"
-    with pytest.raises(UserError, match=refused):
+    with pytest.raises(WorkerError, match=refused):
         train(folder, lambda step, metrics: None, "cluster.restarts=1")
     with pytest.raises(UserError, match=r"^no such file$"):  # the error that the first attempt raised
         train(folder, lambda step, metrics: None, "cluster.restarts=1")

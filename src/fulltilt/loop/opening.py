@@ -88,9 +88,8 @@ class Attempts:
                 return self._attempt()
             except UserError as error:
                 if self.restarts and self._run is None:  # no mistake of the user's: the machines have changed
-                    raise UserError(
-                        f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
-                    ) from error
+                    text = f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
+                    raise WorkerError(text) from None
                 raise
             except WorkerError as error:
                 # The step in progress is lost with the workers, which had its gradients.
