@@ -102,15 +102,15 @@ def torch_as_it_was() -> Iterator[None]:
 
 def assemble(
     config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None,
-    probe: Probe | None = None, restarted: bool = False,
+    probe: Probe | None = None, before: int | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
-    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `restarted`: whether
-    the run has just lost workers."""
+    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `before`: as in a
+    `WorkerOrder`."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe, restarted=restarted)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe, before=before)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
@@ -156,7 +156,7 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
     resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None, *,
-    restarted: bool = False,
+    before: int | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     open_address(config, device.type)
@@ -173,7 +173,7 @@ def put_together(
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder, probe=probe)
-        order = replace(order, commits=commits, restarted=restarted)
+        order = replace(order, commits=commits, before=before)
         crew = gather_crew(order, algorithm, device, paths, start)
         on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
@@ -212,5 +212,6 @@ def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, p
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
     size = count_workers(order.config, device.type)
+    size = min(size, order.before or size)  # a restart goes on with no more than it had
     apart = size > 1 or order.config.cluster.processes
     return (start or start_processes)(order, device, size) if apart else Local(load_worker(order, algorithm, device))

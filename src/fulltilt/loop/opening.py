@@ -78,6 +78,7 @@ class Attempts:
         self.config, self.console, self.on_step, self.origin, self.folder, self.locks = config, console, on_step, origin, folder, locks
         self.path = Path(config.run.dir)
         self.restarts = 0
+        self._before = 0  # how many workers the last attempt had that has loaded any
         self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
         self._run: Run | None = None  # the attempt in progress, once its workers are loaded
 
@@ -141,8 +142,9 @@ class Attempts:
                 console.warn(text)
             with enough_memory("set-up"):
                 kept = kept_budgets(config, path, state, changed, console)
-                parts = assemble(config, found, kept=kept, probe=prober_for(config), restarted=self.restarts > 0)
+                parts = assemble(config, found, kept=kept, probe=prober_for(config), before=self._before if self.restarts else None)
             stack.callback(parts.close)
+            self._before = parts.crew.hosts.size
             parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
             if state:
                 require_force(config, console, changed_rows(config, state, parts.data_digest))
