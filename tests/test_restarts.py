@@ -98,7 +98,7 @@ def wait_for_checkpoint(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_restart_that_is_refused_is_a_failure_of_the_cluster_and_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_is_refused_fails_as_the_cluster_does_and_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Exception] = [WorkerDied("worker 1 was killed"), UserError("others use them"), UserError("no such file")]
 
     def fail(attempts: opening.Attempts) -> Summary:

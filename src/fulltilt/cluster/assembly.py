@@ -72,6 +72,7 @@ class RunParts:
     val_digest: str | None  # the same for the validation data
     samples: Samples | None  # None: nothing is sampled (SFT)
     crew: Crew
+    commits: Mapping[str, str]  # by hub name of a model, the commit that all workers have read
     notes: tuple[str, ...]  # about the data, the models and the checkpoint, for the console
 
     @property
@@ -161,13 +162,14 @@ def put_together(
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     open_address(config, device.type)
     paths = model_paths(config, algorithm, learns=bool(roles))
-    commits = commits_of_models(config, paths)
-    with contextlib.ExitStack() as on_error, load.at_commits(commits):
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as pinned:
         reward = RewardPool(config.reward, Path(config.run.dir), write_errors=bool(roles)) if "rollout" in algorithm.needs else None
         if reward:
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        commits = commits_of_models(config, paths)  # asks the hub: what is wrong here has been told by now
+        pinned.enter_context(load.at_commits(commits))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
@@ -182,7 +184,7 @@ def put_together(
         if reward and crew.holds_samples:
             reward.close()  # the workers have their own
             samples = SamplesThere(config, algorithm, crew, data.encoder, write_errors=bool(roles))
-        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, notes)
+        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, commits, notes)
         on_error.pop_all()
         return parts
 
