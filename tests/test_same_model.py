@@ -17,6 +17,7 @@ import runs
 import torch
 from huggingface_hub import constants
 
+import fulltilt
 from fulltilt.cluster import assembly, checks, keeper, making
 from fulltilt.cluster.crew import require_same_models
 from fulltilt.cluster.keeper import HubModel, Questions, facts_of_machine
@@ -114,6 +115,16 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(cache: Path, tmp_path
     lost = rf"model.path: the configuration of org/tiny could not be loaded: .*`hf download org/tiny --revision {OLD}`"
     with pytest.raises(UserError, match=lost):
         runs.train(folder, model, "run.steps=3")
+
+
+def test_adapters_generate_on_the_base_that_they_were_trained_on(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
+    two_commits(cache, model_folders("qwen2"), model_folders("llama"))
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    runs.train(folder, "model.path=org/tiny", "lora.rank=2", "algorithm.kl_coef=0", "run.steps=1")
+
+    before = fulltilt.generate(folder / "run", ["1+1="], max_new_tokens=8)
+    name_commit(cache, NEW)
+    assert fulltilt.generate(folder / "run", ["1+1="], max_new_tokens=8) == before
 
 
 def test_another_revision_is_another_commit(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
