@@ -470,15 +470,21 @@ class Noted:
     gradients: dict[str, list[Whole]] = field(default_factory=dict)  # by role, of each optimizer step, of all workers together
 
 
-def run_once(make: Callable[[str], tuple[Path, Sequence[str]]], pool: Pool) -> Callable[[str], tuple[Path, Noted]]:
-    """A function that gives one step of a case in one process, with its folder, and makes it when the case is first asked for. `make`: the
-    folder and the settings of a case."""
+Case = tuple[str, Mapping[str, Any], tuple[str, ...]]  # the family of its model, its tables and further settings
+
+
+def run_once(
+    pool: Pool, cases: Mapping[str, Case], settings: Sequence[str], models: Callable[[str], Path], folders: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Noted]]:
+    """A function that gives a run of a case in one process, with its folder, and makes it when the case is first asked for. `settings`:
+    those that all cases have."""
     made: dict[str, tuple[Path, Noted]] = {}
 
     def run(case: str) -> tuple[Path, Noted]:
         if case not in made:
-            folder, settings = make(case)
-            made[case] = folder, pool.train(folder, 1, *settings)[1]
+            family, tables, overrides = cases[case]
+            folder = runs.make(folders.mktemp("alone") / case, models(family), tables)
+            made[case] = folder, pool.train(folder, 1, *settings, *overrides)[1]
         return made[case]
 
     return run

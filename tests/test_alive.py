@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,8 +183,33 @@ def test_a_rollout_sends_signs_before_a_group_is_finished_whatever_is_logged(
 def test_a_served_worker_gives_its_calls_the_inbox(worker: Worker) -> None:
     """By which the host of a worker's process decides, from the names of parameters."""
     served = ServedWorker(worker)
-    for method in ("save", "finish_save", "sync", "generate"):
+    for method in ("save", "finish_save", "sync", "generate", "held"):
         assert "inbox" in inspect.signature(getattr(served, method)).parameters, method
+
+
+def test_samples_on_their_way_between_workers_are_signs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, carried = Driver(), itertools.count()
+
+    def exchange(purpose: str) -> str:
+        assert driver.told.wait(DEADLINE_S)
+        return purpose
+
+    monkeypatch.setattr(worker, "shelf", SimpleNamespace(carried=lambda: float(next(carried)), exchange=exchange))
+    calling = worker.held("exchange", "update-actor", inbox=driver)
+    with pytest.raises(StopIteration, match="update-actor"):
+        next(calling)
+    assert set(driver.sent) == {None}
+
+
+def test_parcels_that_take_long_send_signs_and_arrive_whole(tmp_path: Path) -> None:
+    """Each pair of workers has another number of pieces."""
+    parcels = [[bytes(range(sender, sender + 1 + 7 * sender + 3 * receiver)) for receiver in range(3)] for sender in range(3)]
+    settings: dict[str, Any] = {"launcher": Greeted(), "on_stall": print, "stall_s": 0.4, "deadline_s": DEADLINE_S}
+    with contextlib.closing(Processes(range(3), "toy_worker:make", **settings)) as host:
+        host.start("join", [(os.fspath(tmp_path / "store"), 3)] * 3, what="set-up").results()
+        call = host.start("swap", [(own, 2, 0.05) for own in parcels], what="update-actor", aside=True)
+        assert {item for item in call.items()} == {(rank, None) for rank in range(3)}
+        assert call.results() == [[parcels[sender][receiver] for sender in range(3)] for receiver in range(3)]
 
 
 @pytest.mark.matrix

@@ -154,12 +154,7 @@ def alone(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, devices.Noted]]:
     """One step of each case in one process."""
-
-    def make(case: str) -> tuple[Path, Sequence[str]]:
-        family, tables, overrides = CASES[case]
-        return runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables), (*ONE_STEP, *overrides)
-
-    return devices.run_once(make, pool_of_devices)
+    return devices.run_once(pool_of_devices, CASES, ONE_STEP, model_folders, tmp_path_factory)
 
 
 def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:

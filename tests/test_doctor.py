@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fulltilt import doctor
+from fulltilt.cluster import keeper
 from fulltilt.doctor import Finding, Report, examine, in_range
 from fulltilt.memory.host import free_host_bytes, usable_cores
 from fulltilt.observe import health
@@ -78,6 +79,7 @@ def test_devices_as_torch_sees_them(report: Report) -> None:
     assert finding(report, "bfloat16").detail
     most = torch.cuda.device_count() or usable_cores()
     assert f"at most {most}: one for each {'GPU' if torch.cuda.is_available() else 'core'}" in finding(report, "workers").detail
+    assert finding(report, "shared memory").detail.startswith(in_bytes(keeper.free_shared_memory()).partition(".")[0])
 
 
 def test_how_much_can_be_pinned(report: Report) -> None:
@@ -88,6 +90,15 @@ def test_how_much_can_be_pinned(report: Report) -> None:
         broken = doctor.examine_pinning()  # tried where there is really nothing to pin for
         assert broken.status == "broken" and not broken.core
         assert "64.0 MiB could not be pinned" in broken.detail and "train.offload_" in broken.remedy
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(0, "ok"), (1, "ok"), (2, "ok"), (4, "broken")])
+def test_shared_memory_is_judged_as_a_run_on_all_gpus_does(monkeypatch: pytest.MonkeyPatch, gpus: int, status: str) -> None:
+    monkeypatch.setattr(keeper, "free_shared_memory", lambda: 64 * 2**20)  # as Docker has it
+    monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
+    (found,) = doctor.examine_shared_memory(gpus)
+    assert found.status == status and found.detail.startswith("64.0 MiB free in /dev/shm; ") and not found.core
+    assert ("4 workers with a GPU each need 128.0 MiB" in found.detail and "--shm-size" in found.remedy) == (gpus == 4)
 
 
 def test_memory_is_what_a_run_would_go_by(report: Report) -> None:

@@ -32,7 +32,7 @@ from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, paramet
 from fulltilt.tune.own import reads_old
 from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, name_of, named_shape
-from fulltilt.tune.tables import Prediction, compare, plain_number, predict, read_table
+from fulltilt.tune.tables import RowPrediction, compare, plain_number, predict, read_table
 from fulltilt.tune.time_model import pass_seconds, seconds_of, update_passes, update_seconds
 
 PUBLISHED_TABLES = Path(__file__).parent / "data" / "published"
@@ -40,7 +40,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 
 @cache
-def published(name: str) -> dict[str, Prediction]:
+def published(name: str) -> dict[str, RowPrediction]:
     """The rows of a table by number."""
     return {own.row.number: own for own in predict(read_table(PUBLISHED_TABLES / f"{name}.csv"))}
 

@@ -409,12 +409,38 @@ def test_a_restart_waits_for_what_ray_still_counts_as_used(monkeypatch: pytest.M
     monkeypatch.setattr(ray.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ray.time, "sleep", lambda seconds: None)
     until = 5
-    assert ray.reserve_again(2, None, True, told.append) == (3, "group") and waited == 6
+    assert ray.reserve_again(2, 3, True, 3, told.append) == (3, "group") and waited == 6
     assert told == ["the restart waits up to 120 s for Ray to have what it needs: others use them"]
     until, now[0] = 10**6, 0.0
     with pytest.raises(UserError, match="Ray has not had what the restart needs within 120 s: others use them"):
-        ray.reserve_again(2, None, True, told.append)
+        ray.reserve_again(2, 3, True, 3, told.append)
     assert ray.AGAIN_S < now[0] < 2 * ray.AGAIN_S
+
+
+@pytest.mark.parametrize("left", [[8, 8, 4], [8, 4], [4], [9, 9]])
+def test_a_restart_takes_as_many_gpus_as_before_and_fewer_only_after_the_wait(monkeypatch: pytest.MonkeyPatch, left: list[int]) -> None:
+    """On two machines with 8 each, where the user has left the number of workers open."""
+    now, asked = [0.0], list[int | None]()
+
+    def reserve(nodes: int, workers: int | None, gpus: bool | None) -> tuple[int, str]:
+        asked.append(workers)
+        now[0] += ray.ANSWER_S
+        wanted = workers or ray.count_gpus(nodes)
+        if sum(count >= wanted for count in left) < nodes:
+            raise UserError(f"{nodes} machines with {wanted} GPUs")
+        return wanted, "group"
+
+    monkeypatch.setattr(ray, "reserve", reserve)
+    monkeypatch.setattr(ray.ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": count}} for count in left])
+    monkeypatch.setattr(ray.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray.time, "sleep", lambda seconds: None)
+    if len(left) < 2:
+        with pytest.raises(UserError, match="Ray has not had what the restart needs within 120 s: 2 machines with 8 GPUs"):
+            ray.reserve_again(2, None, True, 8, lambda text: None)
+    else:
+        assert ray.reserve_again(2, None, True, 8, lambda text: None) == (min(8, sorted(left)[-2]), "group")
+    at_once = sorted(left)[-2:][0] >= 8 and len(left) > 1
+    assert asked[0] == 8 and (len(asked) == 1) == at_once and (at_once or now[0] > ray.AGAIN_S)
 
 
 def test_a_driver_out_of_reach_is_named(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ import runs
 import fulltilt
 from fulltilt import loop
 from fulltilt.algo.build import build
-from fulltilt.cluster import checks, processes
-from fulltilt.cluster.hosts import WorkerDied
+from fulltilt.cluster import assembly, checks, processes
+from fulltilt.cluster.hosts import WorkerDied, WorkerError
 from fulltilt.loop import opening
 from fulltilt.loop.run import Summary
 from fulltilt.observe.console import Console
@@ -98,7 +98,7 @@ def wait_for_checkpoint(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_restart_that_is_refused_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_is_refused_fails_as_the_cluster_does_and_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Exception] = [WorkerDied("worker 1 was killed"), UserError("others use them"), UserError("no such file")]
 
     def fail(attempts: opening.Attempts) -> Summary:
@@ -106,7 +106,7 @@ def test_a_restart_that_is_refused_says_how_to_resume(folder: Path, monkeypatch:
 
     monkeypatch.setattr(opening.Attempts, "_attempt", fail)
     refused = r"^Restart 1 of 1: others use them\nThere is no checkpoint to resume from yet$"
-    with pytest.raises(UserError, match=refused):
+    with pytest.raises(WorkerError, match=refused):
         train(folder, lambda step, metrics: None, "cluster.restarts=1")
     with pytest.raises(UserError, match=r"^no such file$"):  # the error that the first attempt raised
         train(folder, lambda step, metrics: None, "cluster.restarts=1")
@@ -133,6 +133,28 @@ def test_a_run_that_loses_a_worker_resumes_by_itself(folder: Path, undisturbed: 
     assert said.count("samples at once") == 1  # the plan, which is the same again
     assert_same_results(folder, undisturbed)
     assert workers_of(os.getpid()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("left", "taken"), [(2, 2), (4, 3)])
+def test_a_restart_goes_on_with_the_workers_that_it_had_or_says_that_they_are_fewer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, left: int, taken: int
+) -> None:
+    """As many as there are devices for (`auto`), which were three."""
+    devices, seen = [3], list[int]()
+    for file in (assembly, checks):
+        monkeypatch.setattr(file, "count_workers", lambda config, device: devices[0])
+
+    def on_step(step: int, metrics: dict[str, Any]) -> None:
+        if not seen:
+            devices[0] = left
+            os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
+        seen.append(len(workers_of(os.getpid())))
+
+    train(folder, on_step, "cluster.workers=auto", "cluster.restarts=1", "run.steps=2")
+    assert seen[1:] and set(seen[1:]) == {taken}
+    told = [str(warning.message) for warning in recwarn if "goes on with" in str(warning.message)]
+    assert [text.partition(":")[0] for text in told] == ["the run goes on with 2 workers, of 3 before"] * (taken < 3)
 
 
 @pytest.mark.long

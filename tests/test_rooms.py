@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
-    "doctor": GROUND | {"memory.host", "reward.confine", "cluster.ray", "tune"},
+    "doctor": GROUND | {"memory.host", "reward.confine", "cluster.keeper", "cluster.ray", "tune"},
     "reference": {"words", "schema", "knobs"},
     "starter": {"words", "records", "schema"},
     "bench": BELOW_LOOP | {"loop"},

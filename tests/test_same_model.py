@@ -17,11 +17,14 @@ import runs
 import torch
 from huggingface_hub import constants
 
+import fulltilt
 from fulltilt.cluster import assembly, checks, keeper, making
 from fulltilt.cluster.crew import require_same_models
 from fulltilt.cluster.keeper import HubModel, Questions, facts_of_machine
 from fulltilt.cluster.loading import Models
 from fulltilt.cluster.worker import Replica
+from fulltilt.loop import opening
+from fulltilt.loop.saved import SavedState, pinned_commits
 from fulltilt.model import load
 from fulltilt.records import UserError
 from fulltilt.schema import Config, ModelConfig
@@ -86,6 +89,64 @@ def test_workers_read_the_commit_that_the_driver_has_found(
         assert parts.crew.hosts.size == 2
     with pytest.raises(UserError, match=r"model.path: the configuration of org/tiny could not be loaded"):
         load.read_config(config.model)
+
+
+def two_commits(cache: Path, one: Path, other: Path) -> None:
+    """The branch is at the first."""
+    shutil.copytree(one, cache / "snapshots" / OLD)
+    shutil.copytree(other, cache / "snapshots" / NEW)
+    name_commit(cache, OLD)
+
+
+def test_a_resumed_run_reads_the_commit_that_it_began_with(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Its tokenizer and its reference model are not in its checkpoints. The hub has another model since."""
+    two_commits(cache, model_folders("qwen2"), model_folders("llama"))
+    model, whole = "model.path=org/tiny", runs.make(tmp_path / "whole", model_folders("qwen2"))
+    runs.train(whole, model, "run.steps=2")
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    runs.train(folder, model, "run.steps=1")
+    name_commit(cache, NEW)
+    with contextlib.chdir(folder):
+        assert opening.find_mistakes(runs.read_config(folder, model, "run.steps=2")) == []
+    runs.train(folder, model, "run.steps=2")
+    assert runs.comparable(runs.metrics(folder)) == runs.comparable(runs.metrics(whole))
+    assert [runs.state(path)["commits"] for path in runs.checkpoints(folder).values()][-1] == {"org/tiny": OLD}
+    shutil.rmtree(cache / "snapshots" / OLD)
+    lost = rf"model.path: the configuration of org/tiny could not be loaded: .*`hf download org/tiny --revision {OLD}`"
+    with pytest.raises(UserError, match=lost):
+        runs.train(folder, model, "run.steps=3")
+
+
+def test_adapters_generate_on_the_base_that_they_were_trained_on(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
+    two_commits(cache, model_folders("qwen2"), model_folders("llama"))
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    runs.train(folder, "model.path=org/tiny", "lora.rank=2", "algorithm.kl_coef=0", "run.steps=1")
+
+    before = fulltilt.generate(folder / "run", ["1+1="], max_new_tokens=8)
+    name_commit(cache, NEW)
+    assert fulltilt.generate(folder / "run", ["1+1="], max_new_tokens=8) == before
+
+
+def test_another_revision_is_another_commit(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
+    two_commits(cache, model_folders("qwen2"), model_folders("qwen2"))
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2")), "model.path=org/tiny")
+    state = SavedState.model_construct(commits={"org/tiny": OLD, "org/other": NEW})
+    assert pinned_commits(config, state, ["train.lr"]) == {"org/tiny": OLD, "org/other": NEW}
+    assert pinned_commits(config, state, ["model.revision"]) == {"org/other": NEW}
+
+
+def test_the_hub_is_asked_after_the_users_own_code(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
+    two_commits(cache, model_folders("qwen2"), model_folders("qwen2"))
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    (folder / "mine.py").write_text("def score(solution_str):\n    return 1.0\n")
+    config = runs.read_config(folder, "model.path=org/tiny", "reward.function=mine.py:score")
+    (folder / "mine.py").write_text("def score(solution_str)\n")
+    name_commit(cache, "c" * 40)
+    with pytest.raises(UserError, match=r"mine\.py"), assembled(config, folder):
+        pass
+    (folder / "mine.py").write_text("def score(solution_str):\n    return 1.0\n")
+    with pytest.raises(UserError, match=r"model.path: the configuration of org/tiny could not be loaded"), assembled(config, folder):
+        pass
 
 
 # -- what the keeper of a machine says of it -----------------------------------------------------------------------------------------------

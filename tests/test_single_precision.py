@@ -7,7 +7,7 @@ test_expert_runs.py do not have. There is one reference per case, from one proce
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,7 @@ def alone(
     pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, devices.Noted]]:
     """One step of each case in one process."""
-
-    def make(case: str) -> tuple[Path, Sequence[str]]:
-        family, tables, overrides = FAMILIES[case]
-        return runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables), (*ONE_STEP, *overrides)
-
-    return devices.run_once(make, pool_of_devices)
+    return devices.run_once(pool_of_devices, FAMILIES, ONE_STEP, model_folders, tmp_path_factory)
 
 
 @pytest.mark.parametrize(("case", "way"), sample_cases(CASES, *SHORT))

@@ -180,6 +180,22 @@ class ToyWorker:
 
         torch.distributed.init_process_group("gloo", f"file://{file}", rank=self.order, world_size=size)
 
+    def swap(self, parcels: list[bytes], piece: int, seconds: float, inbox: Inbox) -> list[bytes]:
+        """With all workers, over a network that takes so long for each piece."""
+        import torch.distributed as dist
+
+        from fulltilt.parallel import parcels as module
+
+        def slow(tensor: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return send(tensor, **options)
+
+        send, dist.isend = dist.isend, slow
+        module.ROUND_BYTES = piece * len(parcels)
+        own = module.Parcels(self.order, len(parcels), dist.distributed_c10d._get_default_group())
+        with signs_of_progress(inbox, lambda: own.carried):
+            return [bytes(parcel) for parcel in own.swap(parcels)]
+
     def reduce(self, absent: int) -> float:
         """The sum over all workers, for which one never comes."""
         import torch

@@ -110,6 +110,7 @@ def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]
             error.__context__ = None
             raise error.with_traceback(None) from None
         except WorkerError as error:  # the traceback inside the worker is its cause, as text
+            error.__context__ = None
             raise error.with_traceback(None) from error.__cause__
         finally:
             if torch := sys.modules.get("torch"):

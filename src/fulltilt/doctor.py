@@ -145,7 +145,7 @@ def examine_run(run: Path) -> Report:
 def examine(address: str | None = None) -> Report:
     """Examine this computer; if `address` is that of a Ray cluster, ask its machines."""
     core = tuple(examine_package(package) for package in PACKAGES if not package.extra)
-    devices = (*examine_devices(), examine_workers()) if imports("torch") is None else ()
+    devices = (*examine_devices(), *examine_workers()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
     machines = examine_cluster(address) if address else ()
     return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *machines))
@@ -236,24 +236,43 @@ def examine_devices() -> Iterator[Finding]:
     yield judged("bfloat16", "works on CUDA; model.dtype = auto chooses it", fault, remedy, status="missing")
 
 
-def examine_workers() -> Finding:
+def examine_workers() -> Iterator[Finding]:
     """What several workers would have on this computer (cluster.workers)."""
     import torch
     import torch.distributed as dist
 
     gpus, cores = torch.cuda.device_count(), usable_cores()
     if not dist.is_available() or not dist.is_gloo_available():
-        return Finding("workers", "missing", "1: this torch has no gloo, which several workers need", "install another build of torch")
+        yield Finding("workers", "missing", "1: this torch has no gloo, which several workers need", "install another build of torch")
+        return
     nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if gpus and dist.is_nccl_available() else "no NCCL"  # type: ignore[no-untyped-call]
     if gpus:
         try:
             default, most, memory = gpus, gpus, min(torch.cuda.mem_get_info(index)[0] for index in range(gpus))
         except Exception as error:
-            return Finding("workers", "broken", f"the memory of the GPUs is not known: {first_line(error)}", "see the GPUs above")
+            yield Finding("workers", "broken", f"the memory of the GPUs is not known: {first_line(error)}", "see the GPUs above")
+            return
     else:
         default, most, memory = 1, cores, free_host_bytes() // cores
     each = f"one for each {'GPU' if gpus else 'core'} with {in_bytes(memory)} of memory"
-    return Finding("workers", "ok", f"{default} by default, at most {most}: {each}; {nccl}, gloo")
+    yield Finding("workers", "ok", f"{default} by default, at most {most}: {each}; {nccl}, gloo")
+    yield from examine_shared_memory(gpus)
+
+
+def examine_shared_memory(gpus: int) -> Iterator[Finding]:
+    """Whether workers on all GPUs of this computer could exchange tensors through it. Not every system has it."""
+    from fulltilt.cluster import keeper
+
+    if not keeper.SHARED_MEMORY.is_dir():
+        return
+    free = keeper.free_shared_memory()
+    has, needed = f"{in_bytes(free)} free in {keeper.SHARED_MEMORY}", in_bytes(keeper.NCCL_BYTES * gpus)
+    if any(keeper.wrong_shared_memory(free, gpus)):
+        remedy = f"{keeper.ENLARGE}, use fewer workers, or set NCCL_SHM_DISABLE=1"
+        yield Finding("shared memory", "broken", f"{has}; {gpus} workers with a GPU each need {needed}", remedy)
+        return
+    why = f"{gpus} workers with a GPU each need {needed}" if gpus > 1 else "only workers that have a GPU each need it"
+    yield Finding("shared memory", "ok", f"{has}; {why}")
 
 
 def examine_cluster(address: str) -> Iterator[Finding]:

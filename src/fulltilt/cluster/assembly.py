@@ -72,6 +72,7 @@ class RunParts:
     val_digest: str | None  # the same for the validation data
     samples: Samples | None  # None: nothing is sampled (SFT)
     crew: Crew
+    commits: Mapping[str, str]  # by hub name of a model, the commit that all workers have read
     notes: tuple[str, ...]  # about the data, the models and the checkpoint, for the console
 
     @property
@@ -102,15 +103,15 @@ def torch_as_it_was() -> Iterator[None]:
 
 def assemble(
     config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None,
-    probe: Probe | None = None, restarted: bool = False,
+    probe: Probe | None = None, before: int | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
-    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `restarted`: whether
-    the run has just lost workers."""
+    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `before`: as in a
+    `WorkerOrder`."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe, restarted=restarted)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start, probe, before=before)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
@@ -156,24 +157,25 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
     resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None, *,
-    restarted: bool = False,
+    before: int | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     open_address(config, device.type)
     paths = model_paths(config, algorithm, learns=bool(roles))
-    commits = commits_of_models(config, paths)
-    with contextlib.ExitStack() as on_error, load.at_commits(commits):
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as pinned:
         reward = RewardPool(config.reward, Path(config.run.dir), write_errors=bool(roles)) if "rollout" in algorithm.needs else None
         if reward:
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        commits = commits_of_models(config, paths)  # asks the hub: what is wrong here has been told by now
+        pinned.enter_context(load.at_commits(commits))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder, probe=probe)
-        order = replace(order, commits=commits, restarted=restarted)
+        order = replace(order, commits=commits, before=before)
         crew = gather_crew(order, algorithm, device, paths, start)
         on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
@@ -182,7 +184,7 @@ def put_together(
         if reward and crew.holds_samples:
             reward.close()  # the workers have their own
             samples = SamplesThere(config, algorithm, crew, data.encoder, write_errors=bool(roles))
-        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, notes)
+        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, commits, notes)
         on_error.pop_all()
         return parts
 
@@ -212,5 +214,6 @@ def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, p
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
     size = count_workers(order.config, device.type)
+    size = min(size, order.before or size)  # a restart goes on with no more than it had
     apart = size > 1 or order.config.cluster.processes
     return (start or start_processes)(order, device, size) if apart else Local(load_worker(order, algorithm, device))

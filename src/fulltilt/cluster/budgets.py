@@ -38,7 +38,7 @@ def warn(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class RoleWork:
+class BudgetedWork:
     """The updates of a role, or its passes without gradient."""
 
     role: str
@@ -70,7 +70,7 @@ class LiveBudgets:
         """`sharing`: how many workers compute a role's micro-batch together."""
         self.config, self.planned, self.now = config, planned, planned
         self.most = planned  # above which no budget is raised: less than planned once memory ran out
-        self.seen: dict[RoleWork, MicroBatchTokens] = {}  # since the caller cleared it
+        self.seen: dict[BudgetedWork, MicroBatchTokens] = {}  # since the caller cleared it
         self.say: Callable[[str], None] = warn
         self.failures = 0  # how often memory ran out and the run went on, since the caller last set it to 0
         self._sharing, self._several = sharing, workers > 1
@@ -90,23 +90,23 @@ class LiveBudgets:
         self.now = replace(self.now, **changed)
         self.most = replace(self.most, **(lowered or {}))
 
-    def by_auto(self, work: RoleWork) -> bool:
+    def by_auto(self, work: BudgetedWork) -> bool:
         """Whether nobody has set the sizes of these micro-batches."""
         roles = ("actor", "critic") if work.role == "critic" else (work.role,)  # the critic's follow from the actor's
         keys = ("micro_batch", "token_budget", "forward_token_budget")
         return all(getattr(getattr(self.config, role), key, None) in (None, "auto") for role in roles for key in keys)
 
-    def note(self, work: RoleWork, lengths: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> None:
+    def note(self, work: BudgetedWork, lengths: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> None:
         """Remember the largest of these micro-batches, which are about to be computed."""
         members, before = self._sharing.get(work.role, 1), self.seen.get(work, MicroBatchTokens(0, 0))
         largest = max((sum(lengths[row] for row in rows) for rows in micro_batches), default=0) // members
         self.seen[work] = MicroBatchTokens(max(before.largest, largest), max(before.longest, max(lengths, default=0) // members))
 
-    def sizing(self, work: RoleWork) -> MicroSizing:
+    def sizing(self, work: BudgetedWork) -> MicroSizing:
         return (update_sizes if work.learns else forward_sizes)(self.config, self.now, self._sharing)[work.role]
 
     def lower(
-        self, work: RoleWork, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], failed: Mapping[int, str], failures: int
+        self, work: BudgetedWork, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], failed: Mapping[int, str], failures: int
     ) -> None:
         """Lower the token budget so that these micro-batches become smaller, in one of which memory ran out. `lengths`: tokens of each row.
         `failed`: by worker, what was reported; empty if another one ran out. `failures`: how often in a row."""

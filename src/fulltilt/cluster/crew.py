@@ -24,7 +24,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
-from fulltilt.cluster.budgets import PASSES, ROLLOUT, UPDATES, LiveBudgets, RoleWork
+from fulltilt.cluster.budgets import PASSES, ROLLOUT, UPDATES, BudgetedWork, LiveBudgets
 from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
 from fulltilt.cluster.worker import (
     BETWEEN_STEPS,
@@ -127,11 +127,11 @@ class Crew:
 
     @property
     def update_sizes(self) -> dict[str, MicroSizing]:
-        return {role: self.budgets.sizing(RoleWork(role, learns=True)) for role in UPDATES}
+        return {role: self.budgets.sizing(BudgetedWork(role, learns=True)) for role in UPDATES}
 
     @property
     def forward_sizes(self) -> dict[str, MicroSizing]:
-        return {role: self.budgets.sizing(RoleWork(role, learns=False)) for role in PASSES}
+        return {role: self.budgets.sizing(BudgetedWork(role, learns=False)) for role in PASSES}
 
     def use_budgets(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
         """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
@@ -312,7 +312,7 @@ class Crew:
     ) -> StartedWork[Outcome]:
         """`use`: what the result is made from the passes, and from the rows that it is asked for with."""
         size, telling = self._count_parts(role), self._ranks_of(role)[:: self._sharing[role]]
-        lengths, passes_of_role = [row.tokens for row in rows], RoleWork(role, learns=False)
+        lengths, passes_of_role = [row.tokens for row in rows], BudgetedWork(role, learns=False)
         plan: list[list[int]] = []
         dealt: list[list[int]] = []
 
@@ -376,7 +376,7 @@ class Crew:
 
     def start_update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> StartedWork[Metrics]:
         """Begin what `update` does."""
-        alone, work_of_role = role == "actor" and self.algorithm.advantage_alone, RoleWork(role, learns=True)
+        alone, work_of_role = role == "actor" and self.algorithm.advantage_alone, BudgetedWork(role, learns=True)
         size, together, lengths = self._count_parts(role), role in self._gathers, [row.tokens for row in rows]
         plans: list[BatchPlan] = []
         spreads: list[float] = []

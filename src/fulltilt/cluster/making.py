@@ -124,7 +124,7 @@ class WorkerOrder:
     writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
     probe: Probe | None = None  # finds what updates take on this device; None: nothing is measured
     commits: Mapping[str, str] = field(default_factory=dict)  # by hub name of a model, what every worker reads
-    restarted: bool = False  # whether the run has just lost workers, in whose places these come
+    before: int | None = None  # how many workers the run had until it lost some; 0: none had loaded; None: this is no restart
     only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:

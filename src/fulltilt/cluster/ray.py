@@ -282,12 +282,12 @@ class Machines:
     """Machines of a Ray cluster that have been reserved, each with a keeper."""
 
     def __init__(
-        self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None, again: bool = False,
+        self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None, before: int | None = None,
         say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """`workers`: of each machine; None: one for each GPU that it has. `gpus`: whether each has one; None: no, because this machine has
-        none, which must then hold for all. `again`: the run has just lost workers, and Ray may not know it yet. `say`: told what is waited
-        for."""
+        none, which must then hold for all. `before`: how many workers a run had that has just lost some, which Ray may not know yet; 0:
+        none had loaded; None: it has lost none. `say`: told what is waited for."""
         self._joined = join(address, nodes, workers or 1, gpus=bool(gpus))
         self._group: PlacementGroup | None = None
         self._machines: list[Machine] = []
@@ -295,7 +295,10 @@ class Machines:
         self._gpus = bool(gpus)
         try:
             self.ip: str = ray.util.get_node_ip_address()
-            self.workers, self._group = reserve_again(nodes, workers, gpus, say) if again else reserve(nodes, workers, gpus)
+            if before is None:
+                self.workers, self._group = reserve(nodes, workers, gpus)
+            else:
+                self.workers, self._group = reserve_again(nodes, workers, gpus, before // nodes, say)
             self._machines = [self._keep(index, node, gpus) for index, node in enumerate(nodes_of(self._group))]
             self._machines.sort(key=lambda machine: machine.ip != self.ip)
             self.facts = self._look(shared, gpus)
@@ -440,14 +443,20 @@ def listed_machines(nodes: Sequence[Mapping[str, Any]]) -> str:
     return joined([f"{name} ({has.get('CPU', 0):.0f} cores, {has.get('GPU', 0):.0f} GPUs)" for name, has in resources], "and") or "none"
 
 
-def reserve_again(nodes: int, workers: int | None, gpus: bool | None, say: Callable[[str], None]) -> tuple[int, PlacementGroup]:
-    """As `reserve`, where Ray may still count what workers had that are gone, or a machine that is gone."""
+def reserve_again(
+    nodes: int, workers: int | None, gpus: bool | None, before: int, say: Callable[[str], None]
+) -> tuple[int, PlacementGroup]:
+    """As `reserve`, where Ray may still count what workers had that are gone, or a machine that is gone. `before`: how many each machine
+    had, of which fewer are taken only if the user leaves the number open, and only after the wait."""
     deadline, told = time.monotonic() + AGAIN_S, False
     while True:
         try:
-            return reserve(nodes, workers, gpus)
+            return reserve(nodes, workers or before or None, gpus)
         except UserError as error:
             if time.monotonic() > deadline:
+                with contextlib.suppress(UserError):  # what was wanted first is told
+                    if workers is None and count_gpus(nodes) < before:
+                        return reserve(nodes, None, gpus)
                 raise UserError(f"Ray has not had what the restart needs within {AGAIN_S:.0f} s: {error}") from error
             if not told:
                 say(f"the restart waits up to {AGAIN_S:.0f} s for Ray to have what it needs: {error}")

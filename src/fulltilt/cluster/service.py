@@ -39,6 +39,7 @@ from fulltilt.schema import Config, rewards_named
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, imported_files, known_functions, locate
+from fulltilt.words import many
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it ends
@@ -137,7 +138,7 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
     from fulltilt.cluster.ray import Machines, RayWorkers
 
     asked = asked_of_cluster(order.config, device, paths, order.commits, order.resume)
-    machines = Machines(**asked, again=order.restarted, say=tell)
+    machines = Machines(**asked, before=order.before, say=tell)
     try:
         if note := unused_machines(order.config, machines.in_cluster):
             tell(note)
@@ -221,6 +222,11 @@ def open_store(host: str, workers: int) -> dist.TCPStore:
 def seats_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Seat], dict[str, Any]]:
     """The places of the workers, and the settings of their host. `host`: this machine, as the workers reach it."""
     settings = order.config.cluster
+    if (before := order.before or 0) > len(places):
+        tell(
+            f"the run goes on with {many(len(places), 'worker')}, of {before} before: cluster.workers is auto, and fewer GPUs are left. A "
+            "step takes longer, sizes are planned again, and sums over workers differ in their last bits"
+        )
     store = open_store(host, len(places))
     codes = [function.code for function in own_functions(order.config).values()]
     nodes = len({place.node for place in places})

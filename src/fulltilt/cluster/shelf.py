@@ -164,6 +164,10 @@ class Shelf:
         self._lent: dict[str, dict[int, Hashable]] = {}  # keys of rows held here that workers compute with, in the same way
         self._found: dict[str, dict[int, np.ndarray]] = {}  # what passes have computed for them
 
+    def carried(self) -> float:
+        """How much workers have exchanged: while a transfer hangs, it does not grow."""
+        return self._parcels.carried
+
     # -- samples and scores ---------------------------------------------------------------------------------------------------------
 
     def keep(self, group: Group) -> GroupHead:

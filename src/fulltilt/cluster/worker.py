@@ -468,11 +468,13 @@ class Worker:
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
-    def held(self, method: str, *args: Any) -> Generator[Any, None, Any]:
+    def held(self, method: str, *args: Any, inbox: Inbox | None = None) -> Generator[Any, None, Any]:
         """Call a method of the shelf. A mistake of the user's is the result: the workers are not at fault, and may have to save."""
+        assert self.shelf
         try:
-            outcome = getattr(self.shelf, method)(*args)
-            return (yield from outcome) if isinstance(outcome, Generator) else outcome
+            with signs_of_progress(inbox, self.shelf.carried):
+                outcome = getattr(self.shelf, method)(*args)
+                return (yield from outcome) if isinstance(outcome, Generator) else outcome
         except UserError as error:
             return UserError(*error.args)
 

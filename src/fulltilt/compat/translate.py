@@ -1,6 +1,6 @@
 """The translation of another system's configuration by a table of rows: what each of its keys becomes here.
 
-Enters: a table (`Row`: their key, what it becomes, their default), the keys that a user gave, and what is known of files and GPUs. Leaves:
+Enters: a table (`Key`: their key, what it becomes, their default), the keys that a user gave, and what is known of files and GPUs. Leaves:
 a `Translation`: one `Answer` for each key that was given, the values of our keys with where they come from, and what still keeps the run
 file from being right. Guaranteed: each given key has exactly one answer, "honoured", "means nothing" or "refused"; an unknown key is
 refused with the nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is
@@ -81,7 +81,7 @@ Conversion = Callable[[Ask], Outcome]
 
 
 @dataclass(frozen=True)
-class Row:
+class Key:
     """A key of another system, or several with the same answer."""
 
     theirs: str  # dotted; braces as a shell expands them; one that ends in ".*" stands for every key below it
@@ -95,12 +95,12 @@ class Table:
     """All that is known of another system's configuration."""
 
     system: str  # its name, for people
-    rows: Sequence[Row]
+    rows: Sequence[Key]
     always: Mapping[str, Any] = field(default_factory=dict)  # values of our keys that no key of theirs sets
 
     @cached_property
-    def exact(self) -> dict[str, tuple[int, Row]]:
-        found: dict[str, tuple[int, Row]] = {}
+    def exact(self) -> dict[str, tuple[int, Key]]:
+        found: dict[str, tuple[int, Key]] = {}
         for number, row in enumerate(self.rows):
             for name in expanded_all(row.theirs):
                 assert name not in found, f"{name} has two rows"
@@ -111,7 +111,7 @@ class Table:
     def defaults(self) -> dict[str, Any]:
         return {name: row.default for name, (_, row) in self.exact.items() if row.default is not NO_DEFAULT}
 
-    def find(self, key: str) -> tuple[int, Row, str] | None:
+    def find(self, key: str) -> tuple[int, Key, str] | None:
         """The row of a key, its place in the table, and what of the key its `*` stands for."""
         if key in self.exact:
             return (*self.exact[key], "")
@@ -224,7 +224,7 @@ def translate(
     return Translation(table.system, program, tuple(answers), ordered, tuple(draft.mistakes), tuple(notes), draft.pending)
 
 
-def asked(row: Row, ask: Ask) -> Outcome:
+def asked(row: Key, ask: Ask) -> Outcome:
     """What a row says of a value. A value of another type than its conversion expects is refused."""
     if ask.value is REMOVED:
         return Outcome("means nothing", "removed with ~, so it is not set here either")

@@ -31,7 +31,18 @@ from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, WORKERS, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
-from fulltilt.loop.saved import Change, SavedState, changed_keys, changed_rows, changes_since, edited, file_digests, read_state
+from fulltilt.loop.saved import (
+    Change,
+    SavedState,
+    changed_keys,
+    changed_rows,
+    changes_since,
+    edited,
+    file_digests,
+    pinned_commits,
+    read_state,
+)
+from fulltilt.model import load
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
@@ -78,6 +89,7 @@ class Attempts:
         self.config, self.console, self.on_step, self.origin, self.folder, self.locks = config, console, on_step, origin, folder, locks
         self.path = Path(config.run.dir)
         self.restarts = 0
+        self._before = 0  # how many workers the last attempt had that has loaded any
         self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
         self._run: Run | None = None  # the attempt in progress, once its workers are loaded
 
@@ -88,9 +100,8 @@ class Attempts:
                 return self._attempt()
             except UserError as error:
                 if self.restarts and self._run is None:  # no mistake of the user's: the machines have changed
-                    raise UserError(
-                        f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
-                    ) from error
+                    text = f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
+                    raise WorkerError(text) from None
                 raise
             except WorkerError as error:
                 # The step in progress is lost with the workers, which had its gradients.
@@ -140,10 +151,12 @@ class Attempts:
                 console.note(f"resuming from step {found.step} ({found.path})")
             for text in configuration.warnings(config):
                 console.warn(text)
-            with enough_memory("set-up"):
+            pinned = pinned_commits(config, state, changed) if state else {}
+            with enough_memory("set-up"), load.at_commits(pinned):
                 kept = kept_budgets(config, path, state, changed, console)
-                parts = assemble(config, found, kept=kept, probe=prober_for(config), restarted=self.restarts > 0)
+                parts = assemble(config, found, kept=kept, probe=prober_for(config), before=self._before if self.restarts else None)
             stack.callback(parts.close)
+            self._before = parts.crew.hosts.size
             parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
             if state:
                 require_force(config, console, changed_rows(config, state, parts.data_digest))
@@ -154,7 +167,8 @@ class Attempts:
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
             parts.crew.keep_output(path / WORKERS)
-            predictions = foreseen(config, parts)
+            with load.at_commits(parts.commits):
+                predictions = foreseen(config, parts)
             for text in predictions.words if not self.restarts else ():
                 console.note(text)
             write_set_up(config, parts, self.folder, state, self.origin, console, predictions.saved)
@@ -263,18 +277,22 @@ def find_mistakes(config: Config) -> list[str]:
     """What `train` would refuse before its models load, also of the machines of a cluster; in the folder of a run, also why it would not
     resume that run."""
     state: SavedState | None = None
+    pinned: dict[str, str] = {}
     refused: list[str] = []
     try:
         found = find_checkpoint(config, CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep), hashes=False)
-        state = read_state(found) if found and config.run.resume != "force" else None
-        refused += [change.refusal for change in changes_since(config, state, file_digests(config))] if state else []
+        state, files = read_state(found) if found else None, file_digests(config)
+        pinned = pinned_commits(config, state, changed_keys(config, state, files)) if state else {}
+        state = state if config.run.resume != "force" else None
+        refused += [change.refusal for change in changes_since(config, state, files)] if state else []
     except UserError as error:
         refused.append(str(error))
 
     def wrong_rows(data: RunData) -> list[str]:
         return [change.refusal for change in changed_rows(config, state, data.train.digest())] if state else []
 
-    return list(dict.fromkeys([*checks.find_mistakes(config, wrong_rows), *wrong_cluster(config), *refused]))
+    with load.at_commits(pinned):
+        return list(dict.fromkeys([*checks.find_mistakes(config, wrong_rows), *wrong_cluster(config), *refused]))
 
 
 def require_force(config: Config, console: Console, changes: Iterable[Change]) -> None:
@@ -434,15 +452,17 @@ def assemble_checkpoint(
         return found
 
     def read(found: Checkpoint) -> tuple[Checkpoint, RunParts]:
-        refuse_other_adapters(config, read_state(found))
-        return found, assemble_evaluation(config, found)
+        state = read_state(found)
+        changed = changed_keys(config, state, file_digests(config))
+        refuse_other_adapters(config, changed)
+        with load.at_commits(pinned_commits(config, state, changed)):
+            return found, assemble_evaluation(config, found)
 
     return open_checkpoint(find_one, read, console.warn)
 
 
-def refuse_other_adapters(config: Config, state: SavedState) -> None:
+def refuse_other_adapters(config: Config, changed: Iterable[str]) -> None:
     """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
-    changed = changed_keys(config, state, file_digests(config))
     wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
     if config.lora.rank and wrong:
         raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")

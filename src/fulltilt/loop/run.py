@@ -624,6 +624,7 @@ class Run:
             "val_data": self.parts.val_digest,
             "data_versions": list(self.parts.train_data.versions),
             "files": dict(self.files),
+            "commits": dict(self.parts.commits),
             "metrics_offset": self.metrics.offset(),
             "config": configuration.snapshot(self.config),
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class SavedState(BaseModel):
     data_versions: list[str] = []
     val_data: str | None = None
     files: FileDigests = {}
+    commits: dict[str, str] = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
     memory: list[dict[str, Reading]] | dict[str, Reading] = []  # by phase, of each worker; an older version's checkpoint has the first's
@@ -108,6 +109,12 @@ def changed_keys(config: Config, state: SavedState, files: FileDigests) -> list[
     """The keys with other values, but for those that name the same content in another place."""
     differ = configuration.differences(state.config, configuration.snapshot(config))
     return [key for key in differ if key not in files or state.files.get(key) != files[key]]
+
+
+def pinned_commits(config: Config, state: SavedState, changed: Collection[str]) -> dict[str, str]:
+    """By hub name, the commit of each model that the run has begun with, whatever the hub has since. `changed`: keys that have other values
+    now; another revision is another commit."""
+    return {name: commit for name, commit in state.commits.items() if name != config.model.path or "model.revision" not in changed}
 
 
 def changes_since(config: Config, state: SavedState, files: FileDigests) -> Iterator[Change]:

@@ -335,6 +335,9 @@ def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             remedy = "Read that code, then set model.trust_remote_code = true"
+        elif commit := _commits.get().get(source):
+            download = f"`hf download {source} --revision {commit}`"
+            remedy = f"The run reads commit {commit}, which the hub's cache must have: {download} where the hub can be reached"
         elif not Path(source).is_dir():
             remedy = "It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
         else:

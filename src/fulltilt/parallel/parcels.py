@@ -1,8 +1,8 @@
 """Parcels between all workers of a run, through main memory, and what is in them: rows, numbers for their tokens, or a few plain numbers.
 
 Enters: one parcel of bytes for each worker. Leaves: one from each. Guaranteed: nothing passes through the driver; the bytes that this
-worker sends are counted in `moved`. All workers must call at the same time. The size of a parcel depends on the number of rows and their
-tokens alone (`traffic` predicts it).
+worker sends are counted in `moved`; however large the parcels are, `carried` grows while they are on their way, with every piece. All
+workers must call at the same time. The size of a parcel depends on the number of rows and their tokens alone (`traffic` predicts it).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import torch.distributed as dist
 from fulltilt.parallel.entries import COUNT, KIND, NUMBERS_ENTRY, ROW_ENTRY
 from fulltilt.records import PER_TOKEN_FIELDS, Row
 
+ROUND_BYTES = 2**28  # that a worker sends to all others before it looks what has arrived; a slow network takes seconds for them
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Parcels:
     rank: int  # this worker's among all of the run
     size: int
     group: dist.ProcessGroup  # a gloo group
     moved: Counter[str] = field(default_factory=Counter)
+    carried: int = 0  # pieces of parcels that have gone to other workers or have come from them
 
     def swap(self, parcels: Sequence[bytes]) -> list[memoryview]:
         """Send a parcel to each worker, in order of rank. None may be empty."""
@@ -37,8 +40,21 @@ class Parcels:
         dist.all_to_all_single(received, sent, group=self.group)
         sizes = received.tolist()
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(incoming, outgoing, sizes, sent.tolist(), group=self.group)
+        self._exchange_pieces(outgoing.split(sent.tolist()), incoming.split(sizes))
         return [incoming.numpy().data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def _exchange_pieces(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Pieces go from worker to worker, and not in a collective: only the two that exchange a parcel know how many pieces it has."""
+        incoming[self.rank].copy_(outgoing[self.rank])
+        piece, others = max(1, ROUND_BYTES // self.size), [other for other in range(self.size) if other != self.rank]
+        sent, received = ({other: parcels[other].split(piece) for other in others} for parcels in (outgoing, incoming))
+        for number in range(max((len(pieces) for of_all in (sent, received) for pieces in of_all.values()), default=0)):
+            coming = [dist.irecv(own[number], group=self.group, group_src=other) for other, own in received.items() if number < len(own)]
+            going = [dist.isend(own[number], group=self.group, group_dst=other) for other, own in sent.items() if number < len(own)]
+            for work in (*coming, *going):
+                assert work
+                work.wait()
+                self.carried += 1
 
 
 def pack_rows(rows: Sequence[tuple[int, Row]]) -> bytes:

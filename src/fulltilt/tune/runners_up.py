@@ -47,13 +47,13 @@ class PlannedRun:
     def but(self, changes: Changes) -> PlannedRun:
         return replace(self, config=changed(self.config, changes))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> PredictedPlan | None:
         """None: it is not legal."""
         try:
             own = own_plan(self.config, self.shape, self.cluster, self.response)
         except UserError:
             return None
-        return Outcome(own, memory_of(own.run), seconds_of(own.run).total)
+        return PredictedPlan(own, memory_of(own.run), seconds_of(own.run).total)
 
 
 def changed(config: Config, changes: Changes) -> Config:
@@ -65,7 +65,7 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictedPlan:
     own: OwnPlan
     memory: MemoryModel
     seconds: float  # of a step
@@ -139,7 +139,7 @@ def runners_up(planned: PlannedRun, own: OwnPlan) -> dict[str, RunnerUp]:
     return found
 
 
-def runner_up(own: OwnPlan, knob: str, value: Any, outcome: Outcome | None) -> RunnerUp | None:
+def runner_up(own: OwnPlan, knob: str, value: Any, outcome: PredictedPlan | None) -> RunnerUp | None:
     """What comes of another value of a knob than that of `own`."""
     if outcome is None:
         return None

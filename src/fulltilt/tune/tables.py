@@ -115,7 +115,7 @@ class PublishedTable:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RowPrediction:
     row: TableRow
     memory: MemoryModel
     seconds: StepSeconds
@@ -362,8 +362,8 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
 # ---- comparing ---------------------------------------------------------------------------------------------------------------------------
 
 
-def predict(table: PublishedTable) -> list[Prediction]:
-    return [Prediction(row, memory_of(row.run), seconds_of(row.run)) for row in table.rows]
+def predict(table: PublishedTable) -> list[RowPrediction]:
+    return [RowPrediction(row, memory_of(row.run), seconds_of(row.run)) for row in table.rows]
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class Comparison:
     shares: Mapping[str, float] = field(default_factory=dict)  # those constants
 
 
-def compare(predictions: Sequence[Prediction], column: str = "update_actor") -> Comparison | None:
+def compare(predictions: Sequence[RowPrediction], column: str = "update_actor") -> Comparison | None:
     """Mean relative error, beside that of a constant MFU for each type of GPU that knows the same lengths."""
     timed = [(own, own.row.measured[column]) for own in predictions if own.row.measured.get(column)]
     if not timed:
@@ -408,7 +408,7 @@ def ideal_seconds(run: RunDescription) -> float:
 SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
 
 
-def lines(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> Iterator[str]:
+def lines(tables: Sequence[PublishedTable], predictions: Sequence[RowPrediction]) -> Iterator[str]:
     """Prediction beside measurement, as a table for people."""
     for table in tables:
         own = [each for each in predictions if each.row.table == table.path.name]
@@ -426,7 +426,7 @@ def lines(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -
     yield from summary(predictions)
 
 
-def cells_of(own: Prediction) -> list[str]:
+def cells_of(own: RowPrediction) -> list[str]:
     row, peak = own.row, max(own.memory.phases.items(), key=lambda item: item[1].total)
     said = "fits" if own.memory.fits else "OOM"
     was = {True: "right", False: "WRONG", None: "not said"}[own.verdict]
@@ -435,12 +435,12 @@ def cells_of(own: Prediction) -> list[str]:
     return [row.number, gpus, row.layout, f"tp{row.run.engine.tensor}", memory, *(beside(own, column) for column in SHOWN)]
 
 
-def beside(own: Prediction, column: str) -> str:
+def beside(own: RowPrediction, column: str) -> str:
     measured = own.row.measured.get(column)
     return f"{own.times[column]:.0f} / {'-' if measured is None else f'{measured:.0f}'}"
 
 
-def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
+def summary(predictions: Sequence[RowPrediction]) -> Iterator[str]:
     said = [own.verdict for own in predictions if own.verdict is not None]
     if said:
         yield f"memory: {sum(said)} of {len(said)} verdicts right"
@@ -453,7 +453,7 @@ def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
             yield text
 
 
-def as_json(tables: Sequence[PublishedTable], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def as_json(tables: Sequence[PublishedTable], predictions: Sequence[RowPrediction]) -> dict[str, Any]:
     rows = [
         {
             "table": own.row.table, "number": own.row.number, "model": own.row.run.shape.model_type, "gpu": own.row.run.gpu.name,
