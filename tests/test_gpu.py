@@ -140,15 +140,16 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
 
 
-@pytest.mark.parametrize("moment", ["before", "inside"])
+@pytest.mark.parametrize("moment", ["before", "inside", "beside another"])
 def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str, model_folders) -> None:
-    """`inside`: while the device records, which leaves an invalid capture behind. Samples are those of an engine with enough memory."""
+    """`inside`: while the device records; `beside another`: the same, when the pool has a graph already. Samples are those of an engine
+    with enough memory."""
     folder = model_folders("qwen2")
     model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
     prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
     found = []
     for enough in (True, False):
-        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 64, cuda_graphs=True))
+        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
         step, decoder = engine.decoder._step, engine.decoder
 
         def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
@@ -156,12 +157,18 @@ def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str,
             if size > 2 and not enough and (moment == "before" or torch.cuda.is_current_stream_capturing()):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
+        if moment == "beside another":
+            collect(engine.generate, prompts[:2], Sampling(max_new_tokens=9), 7, lambda group: None)
         decoder._step = run_out
         groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
         limits = engine.take_limits()
         assert decoder.captures > 0 and decoder.eager_reason is None
         assert (limits.max_seqs, len(limits.failures)) == ((8, 0) if enough else (2, 2))
         found.append([sample.ids.tolist() for group in groups for sample in group.samples])
+        if moment == "beside another":  # memory of the first graph was given to nobody else
+            torch.cuda.empty_cache()
+            again = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+            assert [sample.ids.tolist() for group in again for sample in group.samples] == found[-1]
     assert found[0] == found[1]
 
 
