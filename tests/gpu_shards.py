@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_workers import Results, assembled, attempt, compare, make, steps_of, train_at_once
+from gpu_workers import Results, assembled, attempt, compare, make, run_part, steps_of, train_at_once
 
 from fulltilt.bench import report
 from fulltilt.cluster.assembly import RunParts
@@ -57,7 +57,7 @@ def equal(scratch: Path, device: str, found: Results) -> None:
     runs |= {"hybrid": (FOUR, *HYBRID), "sequence": (TWO, SEQUENCE), "sequence, full": (TWO, SEQUENCE, FULL)}
     ended = train_at_once({name: (folder, (*EXACT, *own)) for name, own in runs.items()}, found)
     for name in ended if "one" in ended else ():
-        found(name, compare(folder, "one", name) | differences(ended[name], ended["one"]))
+        found(name, differences(ended[name], ended["one"]) | attempt(partial(compare, folder, "one", name)))
 
 
 def differences(own: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,23 +136,17 @@ def measure(description: str | None, parts: Mapping[str, Part]) -> None:
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         for part in given.parts or parts:
-            begin, own = time.perf_counter(), document.setdefault(part, {})
+            own = document.setdefault(part, {})
 
             def keep(run: str, result: dict[str, Any], own: dict[str, Any] = own) -> None:
                 own[run] = own.get(run, {}) | result
                 given.out.write_text(json.dumps(document, indent=1) + "\n")
 
-            outcome = attempt(partial(run_part, parts[part], Path(scratch), given.device, keep))
-            keep("all", {"seconds": time.perf_counter() - begin, **outcome})
+            keep("all", attempt(partial(run_part, parts[part], Path(scratch), given.device, keep)))
             failed |= any("error" in each for each in own.values())
             print(part, json.dumps(own)[:1500], flush=True)
     if failed:
         sys.exit(1)
-
-
-def run_part(part: Part, scratch: Path, device: str, keep: Results) -> dict[str, Any]:
-    part(scratch, device, keep)
-    return {}
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def small(scratch: Path, found: Results) -> None:
     runs = {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}
     ended = train_at_once({name: (folder, (*SMALL, *own)) for name, own in runs.items()}, lambda name, own: found(f"small/{name}", own))
     for name in ended if "one" in ended else ():
-        found(f"small/{name}", compare(folder, "one", name))
+        found(f"small/{name}", attempt(partial(compare, folder, "one", name)))
 
 
 def large(scratch: Path, found: Results) -> None:
@@ -181,7 +181,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         for part in sys.argv[2:] or PARTS:
-            PARTS[part](Path(scratch), found)
+            found(part, attempt(partial(run_part, PARTS[part], Path(scratch), found)))
+    if any("error" in run for run in runs.values()):
+        sys.exit(1)
+
+
+def run_part(part: Callable[..., None], *given: Any) -> dict[str, Any]:
+    begin = time.perf_counter()
+    part(*given)
+    return {"seconds": time.perf_counter() - begin}
 
 
 if __name__ == "__main__":
