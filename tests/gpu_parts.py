@@ -32,6 +32,7 @@ from gpu_workers import Results, assembled, attempt, compare, make, steps_of, tr
 from fulltilt.bench.step import make_language
 
 TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
+DEADLINE = "cluster.deadline_s=240"  # workers that hang end their run, not the time on the card; the longest step takes half as much
 TENSOR, SEQUENCE, EXPERTS = "train.tensor_parallel={}", "train.sequence_parallel={}", "train.expert_parallel={}"
 EXACT = (
     "run.deterministic=true", "model.dtype=float32", "run.steps=2", "train.lr=1e-5", "run.save_rollouts=64",
@@ -103,8 +104,8 @@ def gaps(scratch: Path, device: str, found: Results) -> None:
 
 def measured(folder: Path, *settings: str) -> dict[str, Any]:
     """Two steps of a run, and when it had started."""
-    begin = time.perf_counter()
-    with assembled(folder, *settings) as parts:
+    begin, patience = time.perf_counter(), [DEADLINE] if TWO in settings else []
+    with assembled(folder, *settings, *patience) as parts:
         started = time.perf_counter() - begin
         steps = list(steps_of(parts, FIGURES, 2))
         print(settings, json.dumps(steps[-1]), flush=True)
