@@ -15,9 +15,11 @@ Enters: a device. Leaves: for each part what it has measured:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 from gpu_shards import measure
-from gpu_workers import assembled, make, steps_of
+from gpu_workers import Results, assembled, attempt, make, steps_of
 
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.rollout.engines.native import NativeEngine
@@ -49,57 +51,67 @@ def digest(parts: RunParts) -> str:
     return found.hexdigest()
 
 
-def memory(scratch: Path, device: str) -> dict[str, Any]:
-    folder = make(
-        scratch / "memory", "0.5B" if device == "cuda" else "small", device=device, prompts=16, samples=8, new_tokens=64, repeats=2
-    )
-    settings = ("run.deterministic=true", "train.lr=1e-5", f"rollout.kv_bytes={GIB}")
-    found = dict[str, Any]()
-    with assembled(folder, *settings) as parts:
-        steps = list[dict[str, Any]]()
+def memory(scratch: Path, device: str, found: Results) -> None:
+    shape, prompts, samples, tokens = ("0.5B", 16, 8, 64) if device == "cuda" else ("small", 4, 2, 12)
+    folder = make(scratch / "memory", shape, device=device, prompts=prompts, samples=samples, new_tokens=tokens, repeats=2)
+    limited = attempt(lambda: three_steps(folder, limited=device == "cuda"))
+    found("limited", limited)
+    if "error" in limited:
+        return
+    undisturbed = attempt(lambda: three_steps(folder, [step["budgets"] for step in limited["steps"]]))
+    found("undisturbed", undisturbed)
+    same = {"same_parameters": limited["parameters"] == undisturbed["parameters"]} if "error" not in undisturbed else {}
+    found("compared", {"out_of_memory": sum(step.get("perf/out_of_memory", 0) for step in limited["steps"]), **same})
+
+
+def three_steps(folder: Path, budgets: Sequence[Mapping[str, int]] = (), *, limited: bool = False) -> dict[str, Any]:
+    """`budgets`: those of each step, if not planned: what is free when a run starts is not the same in each. `limited`: after the first
+    step torch's allocator may take less."""
+    steps, about = list[dict[str, Any]](), dict[str, Any]()
+    with assembled(folder, "run.deterministic=true", "train.lr=1e-5", f"rollout.kv_bytes={GIB}") as parts, contextlib.ExitStack() as after:
+        if budgets:
+            parts.crew.use_budgets(budgets[0])
         for line in steps_of(parts, SHOWN, 3):
             steps.append(line | {"budgets": asdict(parts.crew.budgets.now)})
-            if device == "cuda" and len(steps) == 1:
+            print(json.dumps(steps[-1]), flush=True)
+            if budgets[len(steps) :]:
+                parts.crew.use_budgets(budgets[len(steps)])
+            if limited and len(steps) == 1:
                 peak, activations = (line[f"memory_gib/update_actor/{kind}"] for kind in ("peak", "activations"))
                 torch.cuda.empty_cache()
-                total = torch.cuda.get_device_properties(0).total_memory
-                found["limit_gib"] = peak - SPARE * activations
-                torch.cuda.set_per_process_memory_fraction(found["limit_gib"] * GIB / total)
-        found["limited"] = {"steps": steps, "parameters": digest(parts)}
-    if device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    with assembled(folder, *settings) as parts:
-        again = list[dict[str, Any]]()
-        for line in steps_of(parts, SHOWN, 3):
-            again.append(line | {"budgets": asdict(parts.crew.budgets.now)})
-            if len(again) == 1:  # what the other run has had since its second step
-                parts.crew.use_budgets(steps[1]["budgets"])
-        found["undisturbed"] = {"steps": again, "parameters": digest(parts)}
-    found["out_of_memory"] = sum(step.get("perf/out_of_memory", 0) for step in steps)
-    found["same_parameters"] = found["limited"]["parameters"] == found["undisturbed"]["parameters"]
-    return found
+                about["limit_gib"] = peak - SPARE * activations
+                after.callback(torch.cuda.set_per_process_memory_fraction, 1.0)
+                torch.cuda.set_per_process_memory_fraction(about["limit_gib"] * GIB / torch.cuda.get_device_properties(0).total_memory)
+        return {**about, "steps": steps, "parameters": digest(parts)}
 
 
-def drift(scratch: Path, device: str) -> dict[str, Any]:
+def drift(scratch: Path, device: str, found: Results) -> None:
     prompts, samples = (16, 8) if device == "cuda" else (4, 2)
     folder = make(
         scratch / "drift", "0.5B" if device == "cuda" else "small", device=device, prompts=prompts, samples=samples,
         new_tokens=MOST[device], repeats=len(DRIFT[device]) - 1,
     )  # fmt: skip
-    found = dict[str, Any]()
-    for name, means in {"growing": DRIFT[device], "long from the start": DRIFT[device][-LAST - 1 :]}.items():
+
+    def measured(means: Sequence[int]) -> dict[str, Any]:
         with assembled(folder) as parts:
             grow(parts, means, prompts, samples, MOST[device])
-            steps = [line | {"budgets": asdict(parts.crew.budgets.now)} for line in steps_of(parts, SHOWN, len(means), follows=True)]
-        last = steps[-LAST:]
-        tokens, seconds = (sum(line[key] for line in last) for key in ("perf/total_num_tokens", "seconds"))
-        found[name] = {"means": means, "steps": steps, "tokens_per_s": tokens / seconds}
-        print(name, round(found[name]["tokens_per_s"]), flush=True)
-    found["growing_of_long"] = found["growing"]["tokens_per_s"] / found["long from the start"]["tokens_per_s"]
-    found["out_of_memory"] = sum(
-        step.get("perf/out_of_memory", 0) for run in ("growing", "long from the start") for step in found[run]["steps"]
-    )
-    return found
+            steps = list[dict[str, Any]]()
+            for line in steps_of(parts, SHOWN, len(means), follows=True):
+                steps.append(line | {"budgets": asdict(parts.crew.budgets.now)})
+                print(json.dumps(steps[-1]), flush=True)
+        tokens, seconds = (sum(line[key] for line in steps[-LAST:]) for key in ("perf/total_num_tokens", "seconds"))
+        return {"means": means, "steps": steps, "tokens_per_s": tokens / seconds}
+
+    runs = dict[str, dict[str, Any]]()
+    for name, means in {"growing": DRIFT[device], "long from the start": DRIFT[device][-LAST - 1 :]}.items():
+        runs[name] = attempt(partial(measured, means))
+        found(name, runs[name])
+    growing, long = runs.values()
+    steps = [step for run in runs.values() for step in run.get("steps", ())]
+    compared = {"out_of_memory": sum(step.get("perf/out_of_memory", 0) for step in steps)}
+    if "error" not in growing and "error" not in long:
+        compared["growing_of_long"] = growing["tokens_per_s"] / long["tokens_per_s"]
+    found("compared", compared)
 
 
 def grow(parts: RunParts, means: Sequence[int], prompts: int, samples: int, most: int) -> None:

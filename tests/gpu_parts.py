@@ -11,26 +11,28 @@ Enters: a device. Leaves: for each part what it has measured:
              two with two replicas, with sequences divided too, experts divided. Samples, losses and gradient norms beside one process's.
     gaps     1.5B in bfloat16: one process, and two workers of which trainer and engine divide the layers, one of them, or none. The gap
              between their log-probs, and what a worker holds.
-    long     1.5B in bfloat16 trains on a sample of 131,072 tokens: one process, and two workers that divide the sequence.
+    long     1.5B in bfloat16 trains on a sample of 131,072 tokens: one process, and then two workers that divide the sequence, whose step
+             takes two minutes.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from gpu_shards import measure
-from gpu_workers import assembled, compare, make, steps_of, train
+from gpu_shards import Part, differences, measure
+from gpu_workers import Results, assembled, attempt, compare, make, steps_of, train_at_once
 
 from fulltilt.bench.step import make_language
 
 TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
+DEADLINE = "cluster.deadline_s=240"  # workers that hang end their run, not the time on the card; the longest step takes half as much
 TENSOR, SEQUENCE, EXPERTS = "train.tensor_parallel={}", "train.sequence_parallel={}", "train.expert_parallel={}"
 EXACT = (
     "run.deterministic=true", "model.dtype=float32", "run.steps=2", "train.lr=1e-5", "run.save_rollouts=64",
@@ -67,20 +69,16 @@ LONG = {"cuda": 131_072, "cpu": 256}
 EQUAL_TOKENS = 32
 
 
-def equal(scratch: Path, device: str) -> dict[str, Any]:
+def equal(scratch: Path, device: str, found: Results) -> None:
     folders = {"dense": make(scratch / "dense", "small", device=device, prompts=8, samples=4, new_tokens=EQUAL_TOKENS)}
     folders["mixture"] = make_mixture(scratch / "mixture", device)
-    names = [(kind, name) for kind, runs in (("dense", DENSE), ("mixture", MIXTURE)) for name in runs]
-    settings = {"dense": DENSE, "mixture": MIXTURE}
-    with ThreadPoolExecutor(len(names)) as at_once:  # most of their time is spent in starting
-        results = at_once.map(lambda each: train(folders[each[0]], each[1], *EXACT, *settings[each[0]][each[1]]), names)
-        found = dict(zip(names, results, strict=True))
-    for kind, name in names:
-        own, one = found[kind, name], found[kind, "one"]
-        own |= compare(folders[kind], "one", name)
-        for key in ("actor/grad_norm", "actor/pg_loss"):
-            own[f"difference of {key}"] = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(own[key], one[key], strict=True)]
-    return {f"{kind}: {name}": result for (kind, name), result in found.items()}
+    kinds = {"dense": DENSE, "mixture": MIXTURE}
+    runs = {f"{kind}, {name}": (folders[kind], (*EXACT, *own)) for kind, of_kind in kinds.items() for name, own in of_kind.items()}
+    ended = train_at_once(runs, found)
+    for name, own in ended.items():
+        kind, _, _ = name.partition(", ")
+        if (one := f"{kind}, one") in ended:
+            found(name, differences(own, ended[one]) | attempt(partial(compare, folders[kind], one, name)))
 
 
 def make_mixture(folder: Path, device: str) -> Path:
@@ -97,24 +95,24 @@ def make_mixture(folder: Path, device: str) -> Path:
     return folder
 
 
-def gaps(scratch: Path, device: str) -> dict[str, Any]:
+def gaps(scratch: Path, device: str, found: Results) -> None:
     shape, tokens = ("1.5B", 128) if device == "cuda" else ("small", 16)
-    folder, found = make(scratch / "gaps", shape, device=device, prompts=8, samples=4, new_tokens=tokens), dict[str, Any]()
+    folder = make(scratch / "gaps", shape, device=device, prompts=8, samples=4, new_tokens=tokens)
     for name, settings in PAIRS.items():
-        found[name] = measured(folder, *SIZES, *settings)
-        print(name, json.dumps(found[name]["steps"][-1]), flush=True)
-    return found
+        found(name, attempt(partial(measured, folder, *SIZES, *settings)))
 
 
 def measured(folder: Path, *settings: str) -> dict[str, Any]:
     """Two steps of a run, and when it had started."""
-    begin = time.perf_counter()
-    with assembled(folder, *settings) as parts:
+    begin, patience = time.perf_counter(), [DEADLINE] if TWO in settings else []
+    with assembled(folder, *settings, *patience) as parts:
         started = time.perf_counter() - begin
-        return {"settings": settings, "start seconds": started, "plan": list(parts.plan.words), "steps": list(steps_of(parts, FIGURES, 2))}
+        steps = list(steps_of(parts, FIGURES, 2))
+        print(settings, json.dumps(steps[-1]), flush=True)
+        return {"settings": settings, "start seconds": started, "plan": list(parts.plan.words), "steps": steps}
 
 
-def long(scratch: Path, device: str) -> dict[str, Any]:
+def long(scratch: Path, device: str, found: Results) -> None:
     tokens = LONG[device]
     folder = make(scratch / "long", "1.5B" if device == "cuda" else "small", device=device, prompts=1, samples=2)
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -126,14 +124,11 @@ def long(scratch: Path, device: str) -> dict[str, Any]:
         f'model.path = "model"\ndata.train = "rows.jsonl"\ndata.max_prompt_tokens = 64\ndata.max_tokens = {tokens}\n'
         f'algorithm.name = "sft"\nalgorithm.prompts_per_step = 1\nrun.steps = 2\nrun.device = "{device}"\nrun.dir = "run"\n'
     )
-    found = dict[str, Any]()
-    for name, settings in {"sequence 2": (TWO, SEQUENCE.format(2)), "one": ()}.items():
-        found[name] = measured(folder, *settings)
-        print(name, json.dumps(found[name]["steps"]), flush=True)
-    return {"tokens": tokens, **found}
+    for name, settings in {"one": (), "sequence 2": (TWO, SEQUENCE.format(2))}.items():
+        found(name, {"tokens": tokens, **attempt(partial(measured, folder, *settings))})
 
 
-PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "gaps": gaps, "long": long}
+PARTS: dict[str, Part] = {"equal": equal, "gaps": gaps, "long": long}
 
 
 if __name__ == "__main__":

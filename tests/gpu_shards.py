@@ -23,13 +23,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from gpu_workers import assembled, compare, make, steps_of, train
+from gpu_workers import Results, assembled, attempt, compare, make, run_part, steps_of, train_at_once
 
 from fulltilt.bench import report
 from fulltilt.cluster.assembly import RunParts
@@ -52,28 +52,34 @@ SHOWN = (
 )  # fmt: skip
 
 
-def equal(scratch: Path, device: str) -> dict[str, Any]:
+def equal(scratch: Path, device: str, found: Results) -> None:
     folder, runs = make(scratch / "equal", "small", device=device, prompts=8, samples=4), {"one": (), "full": (TWO, FULL)}
     runs |= {"hybrid": (FOUR, *HYBRID), "sequence": (TWO, SEQUENCE), "sequence, full": (TWO, SEQUENCE, FULL)}
-    with ThreadPoolExecutor() as at_once:  # most of their time is spent in starting
-        found = dict(zip(runs, at_once.map(lambda name: train(folder, name, *EXACT, *runs[name]), runs), strict=True))
-    for name in runs:
-        found[name] |= compare(folder, "one", name)
-        for key in ("actor/grad_norm", "actor/pg_loss"):
-            pairs = zip(found[name][key], found["one"][key], strict=True)
-            found[name][f"difference of {key}"] = [abs(one - other) / max(abs(other), 1e-3) for one, other in pairs]
-    return found
+    ended = train_at_once({name: (folder, (*EXACT, *own)) for name, own in runs.items()}, found)
+    for name in ended if "one" in ended else ():
+        found(name, differences(ended[name], ended["one"]) | attempt(partial(compare, folder, "one", name)))
 
 
-def memory(scratch: Path, device: str) -> dict[str, Any]:
-    folder, found = make_large(scratch / "memory", device, prompts=16, samples=4), dict[str, Any]()
-    for name, settings in {"optimizer": (), "full": (FULL,)}.items():
+def differences(own: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
+    """How far losses and gradient norms of each step are from those of one process, as a share of these."""
+    return {
+        f"difference of {key}": [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(own[key], one[key], strict=True)]
+        for key in ("actor/grad_norm", "actor/pg_loss")
+    }
+
+
+def memory(scratch: Path, device: str, found: Results) -> None:
+    folder = make_large(scratch / "memory", device, prompts=16, samples=4)
+
+    def measured(*settings: str) -> dict[str, Any]:
         with assembled(folder, *SIZES, TWO, FUSED, *settings) as parts:
-            found[name] = {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts, SHOWN, STEPS))}
-    return found
+            return {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts, SHOWN, STEPS))}
+
+    for name, settings in {"optimizer": (), "full": (FULL,)}.items():
+        found(name, attempt(partial(measured, *settings)))
 
 
-def queue(scratch: Path, device: str) -> dict[str, Any]:
+def queue(scratch: Path, device: str, found: Results) -> None:
     folder = make_large(scratch / "queue", device, prompts=64 if device == "cuda" else 16, samples=8 if device == "cuda" else 4)
     model = json.loads((folder / "model" / "config.json").read_text())
     # With random weights all tokens are about as likely: samples have a geometric length, of 128 tokens on average.
@@ -84,12 +90,13 @@ def queue(scratch: Path, device: str) -> dict[str, Any]:
         sample(parts, queued=True)  # warms up
         turns = [(queued, *sample(parts, queued=queued)) for _ in range(TURNS) for queued in (True, False)]
     _, _, first = turns[0]
-    return {
+    compared = {
         "seconds": {name: [seconds for queued, seconds, _ in turns if queued is own] for name, own in (("queue", True), ("dealt", False))},
         "samples": sum(map(len, first.values())),
         "tokens": sum(len(ids) for group in first.values() for ids in group),
-        "equal_samples": [sum(a == b for place in first for a, b in zip(first[place], found[place], strict=True)) for _, _, found in turns],
+        "equal_samples": [sum(a == b for place in first for a, b in zip(first[place], own[place], strict=True)) for _, _, own in turns],
     }
+    found("queue", compared)
 
 
 def sample(parts: RunParts, *, queued: bool) -> tuple[float, dict[int, list[list[int]]]]:
@@ -110,11 +117,13 @@ def make_large(folder: Path, device: str, **counts: int) -> Path:
     return make(folder, "0.5B", **counts) if device == "cuda" else make(folder, "small", device=device, new_tokens=24, **counts)
 
 
-PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "memory": memory, "queue": queue}
+Part = Callable[[Path, str, Results], None]
+PARTS: dict[str, Part] = {"equal": equal, "memory": memory, "queue": queue}
 
 
-def measure(description: str | None, parts: Mapping[str, Callable[[Path, str], dict[str, Any]]]) -> None:
-    """Measure the parts that the command line names, or all of them. One that fails does not keep the others from being measured."""
+def measure(description: str | None, parts: Mapping[str, Part]) -> None:
+    """Measure the parts that the command line names, or all of them, and write what was measured after every run. One that fails does not
+    keep the others from being measured."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
@@ -124,17 +133,19 @@ def measure(description: str | None, parts: Mapping[str, Callable[[Path, str], d
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     document: dict[str, Any] = {"device": name, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
+    failed = False
     with tempfile.TemporaryDirectory() as scratch:
         for part in given.parts or parts:
-            begin = time.perf_counter()
-            try:
-                found = parts[part](Path(scratch), given.device)
-            except Exception as error:
-                found = {"error": repr(error)}
-            document[part] = {"seconds of all": time.perf_counter() - begin, **found}
-            given.out.write_text(json.dumps(document, indent=1) + "\n")  # what was measured so far
-            print(part, json.dumps(document[part])[:1500], flush=True)
-    if any("error" in document[part] for part in given.parts or parts):
+            own = document.setdefault(part, {})
+
+            def keep(run: str, result: dict[str, Any], own: dict[str, Any] = own) -> None:
+                own[run] = own.get(run, {}) | result
+                given.out.write_text(json.dumps(document, indent=1) + "\n")
+
+            keep("all", attempt(partial(run_part, parts[part], Path(scratch), given.device, keep)))
+            failed |= any("error" in each for each in own.values())
+            print(part, json.dumps(own)[:1500], flush=True)
+    if failed:
         sys.exit(1)
 
 

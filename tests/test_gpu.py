@@ -140,15 +140,16 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
 
 
-@pytest.mark.parametrize("moment", ["before", "inside"])
+@pytest.mark.parametrize("moment", ["before", "inside", "beside another"])
 def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str, model_folders) -> None:
-    """`inside`: while the device records, which leaves an invalid capture behind. Samples are those of an engine with enough memory."""
+    """`inside`: while the device records; `beside another`: the same, when the pool has a graph already. Samples are those of an engine
+    with enough memory."""
     folder = model_folders("qwen2")
     model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
     prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
     found = []
     for enough in (True, False):
-        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 64, cuda_graphs=True))
+        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
         step, decoder = engine.decoder._step, engine.decoder
 
         def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
@@ -156,12 +157,18 @@ def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str,
             if size > 2 and not enough and (moment == "before" or torch.cuda.is_current_stream_capturing()):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
+        if moment == "beside another":
+            collect(engine.generate, prompts[:2], Sampling(max_new_tokens=9), 7, lambda group: None)
         decoder._step = run_out
         groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
         limits = engine.take_limits()
         assert decoder.captures > 0 and decoder.eager_reason is None
         assert (limits.max_seqs, len(limits.failures)) == ((8, 0) if enough else (2, 2))
         found.append([sample.ids.tolist() for group in groups for sample in group.samples])
+        if moment == "beside another":  # memory of the first graph was given to nobody else
+            torch.cuda.empty_cache()
+            again = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+            assert [sample.ids.tolist() for group in again for sample in group.samples] == found[-1]
     assert found[0] == found[1]
 
 
@@ -390,30 +397,35 @@ def test_resume_is_bit_equal_in_deterministic_mode(family: str, options: tuple[s
 
 
 SHARED_BY_TWO = (
-    "run.device=cuda", "run.deterministic=true", "cluster.workers=2", "train.shard=full", "algorithm.name=ppo", "algorithm.kl_coef=0.05",
+    "run.device=cuda", "run.deterministic=true", "cluster.workers=2", "algorithm.name=ppo", "algorithm.kl_coef=0.05",
     "critic.lr=1e-3", "run.steps=2", "run.save_every=2", "run.eval_before=false", "run.eval_every=0", f"rollout.kv_bytes={2**26}",
     "actor.token_budget=1024",
 )  # fmt: skip
 
 
-def test_shards_that_leave_the_device_come_back_bit_for_bit(model_folders, tmp_path: Path) -> None:
-    """Two workers share the GPU. Outside their phases, shards of actor, critic and reference take no memory of it."""
+@pytest.mark.parametrize("shard", ["full", "optimizer"])
+def test_parameters_that_leave_the_device_come_back_bit_for_bit(shard: str, model_folders, tmp_path: Path) -> None:
+    """Two workers share the GPU. Outside their phases, actor, critic and reference, or shards of them, take no memory of it. With
+    `optimizer` the engine reads the actor itself, which it does without graphs."""
+    own = (f"train.shard={shard}", *(["rollout.cuda_graphs=false"] if shard == "optimizer" else []))
     away = ("train.offload_params=true", "ref.offload_params=true", "train.offload_optimizer=true")  # the critic's as in [train]
     folders, lines, said = {}, {}, {}
     for name, options in {"here": (), "away": away}.items():
         folders[name] = runs.make(tmp_path / name, model_folders("qwen2"))
-        ended = runs.command(folders[name], "train", "run.toml", *SHARED_BY_TWO, *options)
+        ended = runs.command(folders[name], "train", "run.toml", *SHARED_BY_TWO, *own, *options)
         assert ended.code == 0, ended.error
         lines[name], said[name] = runs.metrics(folders[name]), ended.out + ended.error
-    assert all("CUDA graphs of" in words for words in said.values())  # they read the whole copy, which stays
+    if shard == "full":
+        assert all("CUDA graphs of" in words for words in said.values())  # they read the whole copy, which stays
     for here, there in zip(lines["here"], lines["away"], strict=True):
         for metric in ("actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "critic/vf_loss"):
             assert here.get(metric) == there.get(metric), metric
         held = {phase: [each[f"memory_gib/{phase}/parameters"] for each in (here, there)] for phase in ("gen", "ref", "update_actor")}
-        report("parameters in GiB, here and away", held)
-        # In a rollout nothing but the whole copy is there; in an update the actor's shards are, which its phase needs.
-        assert held["gen"][0] - held["gen"][1] > held["update_actor"][0] - held["update_actor"][1] > 0
-        assert held["ref"][0] > held["ref"][1] and held["gen"][1] < held["update_actor"][1]
+        report(f"parameters in GiB, here and away, {shard}", held)
+        assert all(at_home > elsewhere for at_home, elsewhere in held.values())
+        if shard == "full":  # in a rollout nothing but the whole copy is there; in an update the actor's shards are, which its phase needs
+            assert held["gen"][0] - held["gen"][1] > held["update_actor"][0] - held["update_actor"][1]
+            assert held["gen"][1] < held["update_actor"][1]
         assert here["memory_gib/gen/host"] < there["memory_gib/gen/host"]
     files = sorted(path.name for path in runs.checkpoints(folders["here"])[2].glob("trainer*.safetensors"))
     assert len(files) == 2

@@ -4,6 +4,7 @@ that was not disturbed and had the same budgets; in float64, of one with any bud
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -574,6 +575,23 @@ def test_what_failed_is_released_before_the_next_try() -> None:
     for error, may_fail in ((ValueError("x"), True), (MemoryError("x"), False)):
         with pytest.raises(type(error)), MemoryTrial(lambda may_fail=may_fail: may_fail):  # type: ignore[misc]
             raise error
+
+
+@pytest.mark.parametrize(
+    ("said", "memory"),
+    [
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the documentation", True),  # a graph is made
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("Triton Error [CUDA]: out of memory", True),  # a kernel is loaded
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("worker 1 failed: CUDA error: out of memory", False),  # told of another process
+    ],
+)
+def test_memory_runs_out_beside_the_allocator_too(said: str, memory: bool) -> None:
+    trial = MemoryTrial(lambda: True)
+    with contextlib.nullcontext() if memory else pytest.raises(RuntimeError), trial:
+        raise RuntimeError(said)
+    assert (trial.failure is not None) == memory
 
 
 @pytest.mark.parametrize("made", range(len(COLLECTIVES) + 1))

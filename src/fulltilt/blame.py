@@ -12,12 +12,17 @@ import traceback
 
 # Libraries that do what their caller asks: an error inside one is the caller's.
 SERVING = frozenset({"torch", "triton", "numpy", *sys.stdlib_module_names})
+# How errors begin of what takes a GPU's memory beside torch's allocator: the driver, when kernels load or graphs are made, and cuBLAS.
+BESIDE_ALLOCATOR = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
 COMPILERS = ("triton.", "torch._dynamo.", "torch._inductor.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Where the memory of the host is used up, torch raises a plain RuntimeError; on a GPU, a type of its own."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    """Where the memory of the host is used up, torch raises a plain RuntimeError; on a GPU, a type of its own, unless the driver or a
+    library ran out of it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return "DefaultCPUAllocator" in str(error) or str(error).startswith(BESIDE_ALLOCATOR)
 
 
 def is_ours(error: BaseException) -> bool:

@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from fulltilt.bench import report, step
 from fulltilt.bench.device import let_go
 from fulltilt.bench.figures import StepTiming
@@ -27,7 +25,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.blame import is_out_of_memory
 from fulltilt.records import UserError
-from fulltilt.words import many
+from fulltilt.words import first_line, many
 
 AUTO = "auto"
 TURNS = {"cuda": 2, "cpu": 1}
@@ -67,6 +65,7 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
             job = asked.jobs[name]
             say(f"turn {turn + 1} of {asked.turns}: {name}")
             found[name].append(measured(job, say))
+            say(in_words(name, found[name][-1]))  # what a run that is stopped would lose
             let_go(job.device)
     settings = {name: described(timings, tokens) for name, timings in found.items()}
     best = max((one["tokens_per_s"] or 0.0 for one in settings.values()), default=0.0)
@@ -92,13 +91,18 @@ def worth_another_turn(found: Mapping[str, Sequence[StepTiming]]) -> list[str]:
 
 
 def measured(job: BenchJob, say: Say) -> StepTiming:
-    """Steps of one setting. What does not fit is a result."""
+    """Steps of one setting. What does not fit is a result, and what fails otherwise must not lose those of the others."""
     try:
         return step.measure_ours(job, say)
-    except (UserError, torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, UserError) and not is_out_of_memory(error):
-            raise
-        return StepTiming({}, error=str(error).splitlines()[0])
+    except Exception as error:
+        expected = isinstance(error, UserError) or is_out_of_memory(error)
+        return StepTiming({}, error=first_line(error) if expected else f"{type(error).__name__}: {first_line(error)}")
+
+
+def in_words(name: str, timing: StepTiming) -> str:
+    if timing.error:
+        return f"{name} failed: {timing.error}"
+    return f"{name}: {median(timing.seconds):.3f} s a step, started in {timing.start_seconds or 0.0:.1f} s"
 
 
 def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:

@@ -55,4 +55,6 @@ def free_unused(device: torch.device) -> None:
     """Give the device the memory of objects that nobody uses any more."""
     gc.collect()  # some are in reference cycles
     if device.type == "cuda":
+        # Copies of a pass that was given up may still run in other streams, from and to memory that counts as free already.
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

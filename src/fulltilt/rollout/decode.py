@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fulltilt.blame import is_out_of_memory
 from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to
 from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, finish, sample
 from fulltilt.model.arrays import to_device, to_host
@@ -250,7 +251,6 @@ class Decoder:
         states, reason = self._progress.states.clone(), None
         self._progress.states.fill_(EMPTY)
         try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._captured[size, restricted] = self._capture_with_room(size, restricted)
         except torch.OutOfMemoryError:  # not the model's fault: the engine goes on with fewer samples at once
             raise
@@ -296,16 +296,19 @@ class Decoder:
         finally:
             outside.wait_stream(side)
         graph, part = torch.cuda.CUDAGraph(), self.head.part
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         counting = contextlib.nullcontext(count_nothing) if part is None else part.counted_apart()
         try:
             with counting as count, torch.cuda.graph(graph, pool=self._pool, stream=side):
                 self._step(size, restricted)
         except RuntimeError as error:
             torch.cuda.set_stream(outside)  # torch leaves an invalid capture's stream as the current one
-            leave_capture(self._pool)
+            give_up_capture(graph, self._pool)
+            if not self._captured:  # torch refuses to record into a pool that no graph uses any more
+                self._pool = None
             # An invalid capture fails once more when it ends: the first failure says what was wrong.
             first = error.__context__ or error
-            raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
+            raise (torch.OutOfMemoryError if is_out_of_memory(first) else RuntimeError)(str(first)) from error
         return CapturedStep(graph, count)
 
     def _give_up_graphs(self, reason: str) -> None:
@@ -355,8 +358,18 @@ def refuse_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def leave_capture(pool: tuple[int, int]) -> None:
-    """Undo what some versions of torch leave behind after an invalid capture."""
+def give_up_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """Give back the memory of a capture that has failed, and undo what some versions of torch leave behind if it was invalid. Where torch's
+    allocator has run out of memory the capture ends as others do, and its graph holds the pool: releasing that twice ends the process."""
+    try:
+        graph.pool()
+    except RuntimeError:  # it has not ended, and its graph holds nothing
+        leave_invalid_capture(pool)
+    else:
+        graph.reset()
+
+
+def leave_invalid_capture(pool: tuple[int, int]) -> None:
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # some versions keep recording into the pool; the others have stopped by themselves
         torch._C._cuda_endAllocateToPool(device, pool)
