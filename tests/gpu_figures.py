@@ -79,7 +79,7 @@ def tests(chosen: str, limit_s: int, together: bool = False) -> Part:
 
 
 PARTS: Mapping[str, Part] = {
-    "graphs": tests("graph or whole", 240, together=True),
+    "graphs": tests("graph or whole or leave_the_device", 240, together=True),
     "equal": script("gpu_parts", "equal", limit_s=240, together=True),
     "workers": script("gpu_workers", "large", limit_s=240, on_cpu=False),
     "predictions-0.5B": predictions(
