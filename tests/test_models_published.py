@@ -91,7 +91,7 @@ def test_one_length_serves_all_rows_of_a_table_without_throughput() -> None:
     assert tokens["2"] == 706 and tokens["14"] == 700
 
 
-SYSTEM = ("host_layer", "host_ring", "hidden", "driver_rate", "host_copy")
+SYSTEM = ("host_layer", "host_ring", "hidden", "driver_rate", "host_copy", "exposed")
 OTHERS = ("TILE", "ATTENTION_SHARE", "HBM_SHARE", "LINK_SHARE", "LAUNCH", "FORWARD_TRAFFIC", "BACKWARD_TRAFFIC", "UNFUSED_TRAFFIC")
 
 
@@ -173,6 +173,31 @@ def test_headers_and_cells_are_read_however_they_are_written(tmp_path: Path) -> 
 )
 def test_numbers_of_cells(text: str, number: float | None) -> None:
     assert plain_number(text) == number
+
+
+def test_what_a_table_leaves_out_is_as_people_set_it(tmp_path: Path) -> None:
+    """Recompute where an update does not fit without it, and engines of as few GPUs as they need; what is stated is obeyed."""
+    path = tmp_path / "dapo_moe.csv"
+    path.write_text(
+        "number,backend,model,GPU,num_gpus,train_parallel,infer_parallel,Other,update_actor,max_response_len,micro_bs_actor\n"
+        "1,megatron,qwen3 moe 30b,H20,32,TP2 EP8,,deepep,300,20k,22k\n"
+        "2,megatron,qwen3-moe-30b,H20,32,tp2ep8etp1,tp4,no recompute,oom,20k,22k\n"
+        "3,megatron,qwen2.5 7b,H100-80G,8,tp4,tp1,,,20k,10k\n"
+        '4,megatron,qwen3 235b,H800,256,"ep32, pp8",,,,20k,22k\n'
+        "5,megatron,dpsk,H20,512,tp8pp16ep16etp1cp2,tp32,,,20k,22k\n"
+        "6,fsdp,qwen3-30b-a3b,H100,32,all dp,tp4,,,20k,22k\n"
+        "7,megatron,qwen3 235b,H100,256,,tp16,,,20k,22k\n"
+    )
+    found = read_table(path)
+    assert [why.partition(":")[0] for why in found.skipped] == ["line 8"] and "train_parallel is empty" in found.skipped[0]
+    runs = [row.run for row in found.rows]
+    assert [run.recompute.kind for run in runs] == ["full", "none", "none", "full", "none", "full"]
+    assert runs[0].system.deduplicates and not runs[1].system.deduplicates
+    assert [run.engine.tensor for run in runs] == [1, 4, 1, 8, 32, 4] and round(parameters(runs[4].shape).total / 1e9) == 671
+    predicted = predict(found)
+    assert [own.memory.fits for own in predicted] == [True, False, True, True, True, True] and predicted[1].verdict
+    shares = [tables.ideal_seconds(own.row.run) / own.times["update_actor"] for own in predicted]  # of the peak
+    assert all(0.05 < share < 0.6 for share in shares) and min(shares) == shares[3]  # tokens that go to other machines eight times
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

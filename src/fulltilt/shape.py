@@ -282,6 +282,10 @@ class Shape:
             found |= {"mlp.shared_expert.down_proj": (shared, w, 1), "mlp.shared_expert_gate": (w, 1, 1)}
         return found
 
+    def matrices(self, layer: DecoderLayer) -> int:
+        """Of a layer, as they are stored: those of each expert by itself, and two of a gated product's three apart."""
+        return sum(copies * (2 if name.endswith("experts.gate_up_proj") else 1) for name, (_, _, copies) in self.products(layer).items())
+
     def expert_parameters(self, layer: DecoderLayer) -> int:
         """Numbers of all experts of a layer, the one that every token goes to not counted."""
         return sum(

@@ -41,9 +41,11 @@ STATE_TRAFFIC = 30  # bytes for each parameter of an Adam step: fp32 gradient, m
 
 # Rotary positions that are not fused run over packed sequences one by one, for queries and keys: about 9 launches forward and 11 backward.
 ROPE_LAUNCHES = (2 * 9, 2 * 11)
+# Experts of Hugging Face's unfused layers (transformers 4.5x) are computed one after another: which tokens, their rows, three products, the
+# gate, weights and the sum are about 12 launches in a forward pass.
+EXPERT_LAUNCHES = 12
 LAUNCH = 8e-6  # seconds of an eager launch from Python with autograd (PyTorch's profiler shows 5 to 10 us)
 COLLECTIVE_LATENCY = 20e-6  # seconds of a small all-reduce between GPUs of a machine (nccl-tests)
-EXPERT_IMBALANCE = 1.2  # times the mean, that the GPU with the most popular experts has to compute (routers balance over long spans only)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,20 @@ class SystemCosts:
     driver_rate: float = 1.5e9  # a Ray driver pickles and hands out padded batches
     megatron_copies: int = 3  # times that rows pass so to Megatron workers, which unpack them, copy them to the ranks of a group, and split
     host_copy: float = 3e9  # to and from host memory that is not pinned, as verl 0.4 offloads, all GPUs of a machine at once
-    sync_rate: float = 6e9  # parameters reach the engine gathered and renamed one by one
+    # Parameters reach the engine matrix by matrix, each gathered and renamed: seconds before the first, and for each. 0.3 s are for 196 of
+    # them in a model of 7B, which takes 2.2 to 3.2 s in the DAPO table; 45 thousand of DeepSeek-V3 took 80 s and 120 s in two layouts
+    # (verl's issue 5311).
+    sync_start: float = 1.5
+    sync_matrix: float = 1.4e-3
+    sync_rate: float = 38e9  # bytes of them per second, which each GPU receives through its adapter
+    # Times the mean, that the GPU with the most popular experts has to receive and compute. Megatron-MoE-ModelZoo has Qwen3-235B at four
+    # lengths with real and with evenly spread routing: their ratios stand for 1.69 to 1.71. UltraEP (arXiv 2606.04101) saw 1.3 to 4.
+    expert_imbalance: float = 1.7
+    deduplicates: bool = False  # a token is sent once to a GPU or machine that has several of its experts, as DeepEP does
+    # Share of FSDP's gathers and sums that takes time although layers compute meanwhile: MPT models of 13B to 70B on 8 to 64 H100 and
+    # Llama 3 70B on 64 (tests/data/independent) need 0.3 to 0.9.
+    exposed: float = 0.5
+    expert_by_expert: bool = True  # where no kernel is fused, experts are computed one after another
     pipelines: bool = True  # whether it has pipeline parallelism
     streams_optimizer: bool = False  # offloaded states pass through the GPU in pieces at each optimizer step, and are never there whole
     scoring: float = 0.5e-3  # seconds of the driver for each sample: rewards, advantages, metrics
@@ -92,10 +107,10 @@ VERL = SystemCosts()
 # The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps, while the next run.
 FULLTILT = SystemCosts(
     host_layer=1.35e-3, host_unfused=2.0e-3, host_again=1.93, host_selective=4.6, host_experts=0.0, hidden=1.0, driver_rate=math.inf,
-    host_copy=math.inf, sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True, engine_step=0.0, engine_sequence=0.0,
-    engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29, expert_traffic=1.37, gradient_traffic=8, stops_early=True,
-    duplex=0.88, packs=True, graph_layer=32e-6, graph_unfused=84e-6, graph_experts=117e-6, attention_token=33.5e-9,
-    attention_traffic=0.24, host_token=1.65e-6,
+    host_copy=math.inf, sync_start=0.0, sync_matrix=0.0, sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True,
+    expert_by_expert=False, engine_step=0.0, engine_sequence=0.0, engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29,
+    expert_traffic=1.37, gradient_traffic=8, stops_early=True, duplex=0.88, packs=True, graph_layer=32e-6, graph_unfused=84e-6,
+    graph_experts=117e-6, attention_token=33.5e-9, attention_traffic=0.24, host_token=1.65e-6,
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ class TrainLayout:
         return TrainLayout(**{LAYOUT_WORDS[name]: max(1, size) for name, size in found.items() if name in LAYOUT_WORDS})
 
     @property
+    def divides_experts(self) -> bool:
+        """Whether tokens are sent to experts, which then are not cut as other layers are."""
+        return self.expert > 1 or self.expert_tensor > 1
+
+    @property
     def model_parallel(self) -> int:
         """GPUs that compute a micro-batch together."""
         return self.tensor * self.pipeline * self.context * self.sequence
@@ -199,7 +204,8 @@ class RunDescription:
             raise UserError(
                 f"{self.name or 'layout'}: {self.cluster.gpus} GPUs cannot be divided into groups of {together}. Change the layout"
             )
-        if self.layout.pipeline * self.layout.virtual > len(self.shape.layers):
+        # Megatron may count the embedding and the head as layers where it divides them among stages.
+        if self.layout.pipeline * self.layout.virtual > len(self.shape.layers) + 2:
             raise UserError(f"{self.name or 'layout'}: more pipeline stages than the model's {len(self.shape.layers)} layers. Use fewer")
 
     @property

@@ -207,7 +207,7 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
     stage = parameters(run.fullest_stage)
     tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 or not run.vocabulary_head else 2)
     outside = shape.vocabulary * shape.width * (1 if shape.tied else 2)
-    expert_parts = layout.expert * (layout.expert_tensor if layout.expert_tensor > 1 or layout.expert > 1 else layout.tensor)
+    expert_parts = layout.expert * layout.expert_tensor if layout.divides_experts else layout.tensor
     scoring = 0 if run.vocabulary_head else shape.width + 1
     return ParameterCounts((stage.shared - outside + tables) // layout.tensor + scoring, stage.experts // expert_parts)
 
@@ -227,13 +227,17 @@ def held_bytes(run: RunDescription) -> dict[str, int]:
     if run.backend == "fsdp":  # wide shards are their own masters
         each = wide * own.total // run.shard
         return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": MOMENTS * each}
-    # Experts are shared out among the GPUs that have the same ones.
-    expert_copies = max(1, run.cluster.gpus // (layout.pipeline * layout.expert * max(1, layout.expert_tensor)))
-    if layout.expert == 1 and layout.expert_tensor == 1:
-        expert_copies = run.shard
-    states = masters * wide * (own.shared // run.shard + own.experts // expert_copies)
+    states = masters * wide * (own.shared // run.shard + own.experts // expert_copies(run))
     sums = 1 if low or run.cluster.gpus == 1 else 2  # wide gradients of autograd are summed in memory of their own among several workers
     return {"parameters": itemsize * own.total, "gradients": sums * wide * own.total, "optimizer": states}
+
+
+def expert_copies(run: RunDescription) -> int:
+    """GPUs that have the same experts, and share out their optimizer states."""
+    layout = run.layout
+    if not layout.divides_experts:
+        return run.shard
+    return max(1, run.cluster.gpus // (layout.pipeline * layout.expert * layout.expert_tensor))
 
 
 def gathered_bytes(run: RunDescription) -> int:

@@ -101,6 +101,7 @@ STUDENTS = {
 # Words that are written out before separators are dropped. Without its separator, Qwen2-57B would read like Qwen2.5-7B.
 ABBREVIATIONS = (
     (re.compile(r"(?<![a-z0-9])(dpsk|ds)(?=[^a-z]|[rv]\d|$)"), "deepseek"),
+    (re.compile(r"^deepseek$"), "deepseek-v3"),
     (re.compile(r"(?<=qwen[23])moe"), ""),
     (re.compile(r"qwen2[-_ ]+57b(?![-_ ]*a14b)"), "qwen2-57b-a14b"),
 )

@@ -24,6 +24,7 @@ from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.hardware import GPUS_PER_MACHINE, Cluster
 from fulltilt.records import UserError
 from fulltilt.shape import Recompute, Shape
+from fulltilt.tune.constants import VERL
 from fulltilt.tune.description import LAYOUT_WORDS, Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import MemoryModel, memory_of
@@ -56,6 +57,7 @@ FACTS = {
         reference=False, offload=True, fused_head=False, fused_rope=False, entropy=True, graphs=True, memory_share=(0.6, 0.8)
     ),
 }
+FULL = Recompute("full", 1, "uniform")
 USUAL_TOKENS = 20480  # of a micro-batch, where a table does not say
 OTHERS = replace(FACTS["dapo"], reference=True)
 
@@ -219,6 +221,9 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
     gpus = gpus_of(given)
     cluster = replace(Cluster.parse(given.get("gpu") or "H100", gpus), gpus=gpus)
     backend: Backend = "fsdp" if "fsdp" in f"{given.get('backend', '')}{layout}".lower() else "megatron"
+    if not layout and backend == "megatron":
+        raise UserError("train_parallel is empty. Write the layout, for example tp4pp2, or all dp")
+    recompute = stated_recompute(given.get("recompute", ""), other, backend)
     offload = truth(given.get("offload"), facts.offload)
     everything = "all optimi" in other
     run = RunDescription(
@@ -229,7 +234,7 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
         layout=TrainLayout.parse(layout),
         engine=engine_of(given, facts, cluster, other),
         batch=batch_of(given, facts, tokens_in(given.get("most_prompt"), 2048) + tokens_in(given.get("most_response"), 8192)),
-        recompute=recompute_of(given.get("recompute", ""), other, backend),
+        recompute=recompute or Recompute(),
         offload_params=offload,
         offload_grads=offload,
         offload_optimizer=offload,
@@ -238,8 +243,10 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
         fused_head=facts.fused_head or "fused_kernel" in other or "fused kernel" in other or everything,
         fused_rope=facts.fused_rope or "rope_fusion" in other or "rope fusion" in other or everything,
         entropy=facts.entropy and not re.search(r"entropy_?coeff?\s*=\s*0", other),
+        system=replace(VERL, deduplicates="deepep" in other),
         name=f"{path.name} row {number}",
     )
+    run = as_it_fits(run, recompute is None, not re.search(r"\d", given.get("infer_parallel", "")))
     measured = {name: seconds for name in TIMES if (seconds := plain_number(given.get(name))) is not None}
     ran_out = any(re.search(r"\boom\b|out of memory", text.lower()) for text in given.values())
     mfu = plain_number(given.get("mfu"))
@@ -279,15 +286,27 @@ def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> Batch
     return BatchDescription(prompts, samples, int(plain_number(given.get("minibatch")) or prompts), **found)
 
 
-def recompute_of(cell: str, other: str, backend: Backend) -> Recompute:
-    """The column, else the remarks, else what the backend does by itself: FSDP runs had gradient checkpointing on."""
+def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | None:
+    """The column, else the remarks, else what the backend does by itself: FSDP runs had gradient checkpointing on. None: nothing says."""
     text = cell.lower() or ("selective" if "selective recompute" in other else "false" if "no recompute" in other else "")
     text = text or ("full" if re.search(r"full recompute|recompute[_ ]?full", other) else "")
     if "sel" in text:
         return Recompute("selective")
     if "full" in text or truth(text, False) or (not text and backend == "fsdp"):
-        return Recompute("full", 1, "uniform")
-    return Recompute()
+        return FULL
+    return Recompute() if text else None
+
+
+def as_it_fits(run: RunDescription, any_recompute: bool, any_engine: bool) -> RunDescription:
+    """What a table leaves out, as people set it: full recompute where an update does not fit without it (verl's scripts recommend none as
+    long as memory suffices), and engines of as few GPUs as their weights and one sample need."""
+    if any_engine:
+        sizes = (1 << power for power in range(run.cluster.gpus.bit_length()))
+        tried = [replace(run, engine=replace(run.engine, tensor=size)) for size in sizes]
+        run = next((own for own in tried if memory_of(own).engine_starts), run)
+    if any_recompute and not memory_of(run).phases["update-actor"].fits:
+        run = replace(run, recompute=FULL)
+    return run
 
 
 def tokens_of(given: Mapping[str, str], measured: Mapping[str, float], run: RunDescription) -> float | None:

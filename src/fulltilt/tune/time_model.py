@@ -25,11 +25,13 @@ from fulltilt.tune import constants as c
 from fulltilt.tune.description import Role, RunDescription
 from fulltilt.tune.memory_model import (
     FP32,
+    expert_copies,
     gathered_parameters,
     held_bytes,
     kv_parts,
     learned_parameters,
     memory_of,
+    own_parameters,
     parameters,
     read_share,
 )
@@ -187,13 +189,22 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
     }
     gathered = gather_seconds(run, passes)
     hidden = found["products"] + found["attention"] + found["memory traffic"]
-    found["gathering parameters"] = max(0.0, gathered - hidden)  # FSDP fetches a layer while another computes
+    # FSDP fetches a layer while another computes, which hides less than all of it.
+    found["gathering parameters"] = max(run.system.exposed * gathered, gathered - hidden)
     found = {cause: seconds * (run.calibration.host if cause in OF_HOST else run.calibration.passes) for cause, seconds in found.items()}
     on_device = sum(seconds for cause, seconds in found.items() if cause not in OF_HOST)
     found["launches"] -= run.system.hidden * min(on_device, found["launches"])
     stages, virtual = run.layout.pipeline, run.layout.virtual
+    found["head"] = late_stage(run, found["head"], sum(found.values()) - found["head"])
     found["pipeline bubble"] = (stages - 1) / (virtual * passes.at_once) * sum(found.values())
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+
+
+def late_stage(run: RunDescription, head: float, layers: float) -> float:
+    """How much longer the slowest stage of a pipeline takes than an equal share of the layers. That is the last one with the head, which
+    has a layer fewer where their number cannot be divided, or one of those that have a layer more."""
+    share = len(run.shape.layers) / run.layout.pipeline
+    return max(head - (share - math.floor(share)) * layers / share, (math.ceil(share) - share) * layers / share)
 
 
 def again_share(run: RunDescription, passes: Passes) -> float:
@@ -242,11 +253,12 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
         active = min(copies, layer.experts.active) if layer.experts else 1
         rows = own_tokens
         if copies > 1:  # an expert sees its share of the tokens of all GPUs that have experts between them
-            rows = own_tokens * active / copies * max(1, layout.expert)
-        parts = layout.tensor if copies == 1 or layout.expert == layout.expert_tensor == 1 else layout.expert_tensor
+            rows = own_tokens * active / copies
+            rows *= layout.expert * layout.expert_tensor / layout.tensor if layout.divides_experts else 1
+        parts = layout.tensor if copies == 1 or not layout.divides_experts else layout.expert_tensor
         cut_inner = name.endswith(("o_proj", "down_proj"))
         sides = (rows, inner / parts if cut_inner else inner, outer if cut_inner else outer / parts)
-        uneven = c.EXPERT_IMBALANCE if copies > 1 and layout.expert > 1 else 1.0
+        uneven = run.system.expert_imbalance if copies > 1 and layout.expert > 1 else 1.0
         found += uneven * 2.0 * inner * outer * active * (1 + run.system.tile * sum(1 / max(1.0, side) for side in sides))
     return found
 
@@ -272,7 +284,7 @@ def traffic_seconds(run: RunDescription, passes: Passes) -> float:
 
 def head_seconds(run: RunDescription, passes: Passes) -> float:
     """The vocabulary's product and what reads its result. A fused head computes logits again in the backward pass. In a pipeline the last
-    stage does it while the others wait, unless it has fewer layers."""
+    stage does it while the others wait (`late_stage`)."""
     if not run.vocabulary_head:
         return 0.0
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
@@ -292,7 +304,10 @@ def launch_seconds(run: RunDescription, passes: Passes) -> float:
     system = run.system
     ring = system.host_ring * (layout.context - 1)
     host = system.host_layer if run.fused_layers else system.host_unfused
-    each = sum(host + ring + (system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
+    loop = c.EXPERT_LAUNCHES * c.LAUNCH if system.expert_by_expert and not run.fused_layers else 0.0
+    each = (
+        sum(host + ring + (system.host_experts + loop * layer.experts.count if layer.experts else 0) for layer in layers) / layout.pipeline
+    )
     times = times_forward(run, passes) + (system.host_again - 1) * again_share(run, passes)
     if passes.learns and run.recompute.kind == "selective":
         times += system.host_selective * recomputed_share(run)
@@ -323,29 +338,54 @@ def layer_collectives(run: RunDescription, passes: Passes) -> float:
     recompute = run.recompute if run.recompute.kind == "full" else Recompute()
     found = 0.0
     if layout.tensor > 1:
-        # The collectives of the backward pass run beside the products of the weights' gradients, as Megatron has them.
+        # The collectives of the backward pass run beside the products of the weights' gradients, as Megatron has them. Tokens that are sent
+        # to divided experts are not gathered first.
         moved = tensor_pass(shape, layout.tensor, run.itemsize, stream, "logprob", learns="none")
-        share = tokens / (layout.pipeline * layout.context) * (1 + again_share(run, passes))
+        sent_apart = sum(layer.experts is not None and not layer.experts.shared_inner for layer in shape.layers) * layout.divides_experts
+        share = tokens / (layout.pipeline * layout.context) * (1 + again_share(run, passes)) * (1 - sent_apart / (2 * len(shape.layers)))
         found += share * sent_bytes(moved, layout.tensor) / run.cluster.link(layout.tensor)
     if layout.sequence > 1:
         moved = ulysses_pass(shape, layout.sequence, run.itemsize, stream, "logprob", learns=passes.learns, recompute=recompute)
         found += tokens * sent_bytes(moved, layout.sequence) / run.cluster.link(layout.sequence)
-    times = times_forward(run, passes)
-    if layout.context > 1:  # keys and values go round the ring; in the backward pass with their gradients
-        keys = sum(2 * layer.keys for layer in shape.layers) * run.itemsize / layout.tensor
-        share = passes.tokens / layout.context * (layout.context - 1) / layout.pipeline
-        found += share * keys * times / run.cluster.link(layout.tensor * layout.context)
-    if layout.expert > 1:
-        found += expert_bytes(run, passes.tokens) * times / run.cluster.link(layout.expert)
+    if layout.context > 1:
+        found += ring_seconds(run, passes)
+    if layout.divides_experts:
+        found += dispatch_seconds(run, passes.tokens) * (1 + passes.learns + again_share(run, passes))
     return found / c.LINK_SHARE
 
 
-def expert_bytes(run: RunDescription, tokens: float) -> float:
-    """What a GPU sends of tokens to their experts and back, in a forward pass."""
+def ring_seconds(run: RunDescription, passes: Passes) -> float:
+    """Keys and values go round a ring, in the backward pass with their gradients, while attention computes."""
     layout = run.layout
-    routed = sum(layer.experts.active for layer in run.shape.layers if layer.experts) / layout.pipeline
-    own = tokens / (layout.tensor * layout.context * layout.sequence)
-    return own * routed * run.shape.width * run.itemsize * 2 * (layout.expert - 1) / layout.expert
+    keys = sum(2 * layer.keys for layer in run.shape.layers) * run.itemsize / layout.tensor
+    share = passes.tokens / layout.context * (layout.context - 1) / layout.pipeline
+    sent = share * keys * times_forward(run, passes) / run.cluster.link(layout.tensor * layout.context)
+    return max(0.0, sent - attention_seconds(run, passes) * c.LINK_SHARE)
+
+
+def dispatch_seconds(run: RunDescription, tokens: float) -> float:
+    """A GPU's tokens go to their experts and back, in a forward pass: within its machine over the GPUs' link, and at the same time to other
+    machines over the network. GPUs that cut experts have one another's tokens gathered and their results summed."""
+    layout, cluster = run.layout, run.cluster
+    near = max(1, min(layout.expert, cluster.per_machine // layout.expert_tensor))
+    machines = max(1.0, layout.expert / near)
+    found = 0.0
+    for experts, count in Counter(layer.experts for layer in run.shape.layers if layer.experts).items():
+        far = (machines - 1) * copies_sent(run, experts.active, machines) / machines
+        close = (layout.expert - 1) * copies_sent(run, experts.active, layout.expert) / layout.expert
+        if not run.system.deduplicates:  # then what comes from another machine is not passed on within one
+            close -= far
+        cut = experts.active * (layout.expert_tensor - 1) / cluster.link(layout.expert_tensor)
+        found += count * (max(close / cluster.gpu.gpu_link, far / cluster.gpu.network) + cut)
+    own = tokens / (layout.tensor * layout.context * layout.sequence * layout.pipeline)
+    uneven = run.system.expert_imbalance if layout.expert > 1 else 1.0
+    return 2 * own * run.shape.width * run.itemsize * found * uneven
+
+
+def copies_sent(run: RunDescription, active: int, places: float) -> float:
+    """How often a token is sent where its experts are spread evenly over so many places: once for each expert, or once to each place that
+    has any of them."""
+    return places * (1 - (1 - 1 / places) ** active) if run.system.deduplicates else active
 
 
 def gather_seconds(run: RunDescription, passes: Passes) -> float:
@@ -379,14 +419,19 @@ def logprob_seconds(run: RunDescription) -> PhaseSeconds:
 
 
 def optimizer_seconds(run: RunDescription) -> float:
-    """Gradients summed and parameters gathered among data-parallel GPUs, and the step itself, for each mini-batch."""
-    learned = learned_parameters(run)
-    stepped = c.STATE_TRAFFIC * learned / run.shard / (run.gpu.hbm * c.HBM_SHARE)
-    moved = 0.0
-    if run.backend == "megatron" and run.shard > 1:
-        speed = run.cluster.ring(run.shard, apart=run.layout.tensor) * c.LINK_SHARE
-        moved = (FP32 + run.itemsize) * learned * (run.shard - 1) / run.shard / speed
-    return run.batch.updates * run.batch.epochs * (stepped + moved)
+    """Gradients summed and parameters gathered among the GPUs that have the same ones, and the step itself, for each mini-batch."""
+    layout, own = run.layout, own_parameters(run)
+    apart = layout.expert * layout.expert_tensor if layout.divides_experts else layout.tensor
+    parts = [(own.shared, run.shard, layout.tensor), (own.experts, expert_copies(run), apart)]
+    if run.trained is not None or run.backend == "fsdp":
+        parts = [(learned_parameters(run), run.shard, layout.tensor)]
+    found = 0.0
+    for learned, copies, step in parts:
+        found += c.STATE_TRAFFIC * learned / copies / (run.gpu.hbm * c.HBM_SHARE)
+        if run.backend == "megatron" and copies > 1:
+            speed = run.cluster.ring(copies, apart=step) * c.LINK_SHARE
+            found += (FP32 + run.itemsize) * learned * (copies - 1) / copies / speed
+    return run.batch.updates * run.batch.epochs * found
 
 
 def offload_seconds(run: RunDescription) -> float:
@@ -420,8 +465,9 @@ def driver_seconds(run: RunDescription, *, trains: bool) -> float:
 def sync_seconds(run: RunDescription) -> PhaseSeconds:
     if not run.engine.own_copy:
         return PhaseSeconds()
-    whole = run.itemsize * parameters(run.shape).total
-    found = {"parameters to the engine": whole / run.system.sync_rate + copy_seconds(run, whole)}
+    whole, system = run.itemsize * parameters(run.shape).total, run.system
+    one_by_one = system.sync_start + system.sync_matrix * sum(map(run.shape.matrices, run.shape.layers)) + whole / system.sync_rate
+    found = {"parameters to the engine": one_by_one + copy_seconds(run, whole)}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
     found["gathering rows"] = run.batch.rollout_rows * row / run.system.driver_rate
     return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
