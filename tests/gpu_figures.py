@@ -1,4 +1,4 @@
-"""Everything that docs/performance.md and docs/planning.md say of one GPU and of workers that share it, measured by one command.
+"""A part of what docs/performance.md and docs/planning.md say of one GPU and of workers that share it, measured by one command.
 
     python tests/gpu_figures.py OUT                           # all parts, about 25 minutes on an H200
     python tests/gpu_figures.py OUT graphs equal              # some of them
@@ -127,7 +127,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     asked = parser.parse_intermixed_args()
     if unknown := [part for part in asked.parts if part not in PARTS]:
-        parser.error(f"{unknown[0]!r} is no part. Parts: {', '.join(PARTS)}")
+        parser.error(f"there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     return asked
 
 

@@ -21,7 +21,7 @@ import runs
 from test_processes import Greeted
 
 from fulltilt.cluster import worker as worker_file
-from fulltilt.cluster.alive import Loaded, Signs, Written, no_signs, signs_for, signs_of_progress
+from fulltilt.cluster.alive import LoadedBytes, Signs, Written, no_signs, signs_for, signs_of_progress
 from fulltilt.cluster.assembly import assemble
 from fulltilt.cluster.local import LocalInbox
 from fulltilt.cluster.processes import Processes
@@ -63,7 +63,7 @@ def test_what_is_read_from_large_pages_counts(tmp_path: Path) -> None:
         for _ in range(8):
             file.write(bytes(2**21))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as weights:
-        loaded = Loaded()
+        loaded = LoadedBytes()
         before = loaded()
         assert loaded() - before < 1  # nothing has been read
         assert sum(weights[place] for place in range(0, len(weights), 4096)) == 0

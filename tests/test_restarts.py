@@ -153,8 +153,8 @@ def test_a_restart_goes_on_with_the_workers_that_it_had_or_says_that_they_are_fe
 
     train(folder, on_step, "cluster.workers=auto", "cluster.restarts=1", "run.steps=2")
     assert seen[1:] and set(seen[1:]) == {taken}
-    told = [str(warning.message) for warning in recwarn if "goes on with" in str(warning.message)]
-    assert [text.partition(":")[0] for text in told] == ["the run goes on with 2 workers, of 3 before"] * (taken < 3)
+    told = [str(warning.message) for warning in recwarn if "resumes with" in str(warning.message)]
+    assert [text.partition(":")[0] for text in told] == ["the run resumes with 2 workers, of 3 before"] * (taken < 3)
 
 
 @pytest.mark.long

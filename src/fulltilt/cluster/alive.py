@@ -70,7 +70,7 @@ def signs_of_progress(inbox: Inbox | None, work: Callable[[], float]) -> Iterato
         thread.join()  # nothing may follow the result
 
 
-class Loaded:
+class LoadedBytes:
     """What this process has brought into its memory: read from files, as modules and weights are, or filled anew.
 
     The kernel brings in 64 KiB of a cached file with one fault, or 2 MiB where its cache has pages of that size. So faults alone would take
@@ -99,7 +99,7 @@ class Written:
     """What the thread that makes it has read, written and brought into memory. Computing does not count: waiting may look the same."""
 
     def __init__(self) -> None:
-        self._thread, self._loaded = Path(f"/proc/self/task/{threading.get_native_id()}"), Loaded()
+        self._thread, self._loaded = Path(f"/proc/self/task/{threading.get_native_id()}"), LoadedBytes()
 
     def __call__(self) -> float:
         try:

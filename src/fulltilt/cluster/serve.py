@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TextIO
 
-from fulltilt.cluster.alive import Loaded, signs_of_progress
+from fulltilt.cluster.alive import LoadedBytes, signs_of_progress
 from fulltilt.cluster.hosts import produced
 from fulltilt.cluster.output import Output
 from fulltilt.cluster.stacks import StackFrame
@@ -187,7 +187,7 @@ class Server:
 def imported_and_called(path: str, args: tuple[bytes, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
     """`args`: each pickled, so that the imports that it asks for are made here."""
     module, _, name = path.partition(":")
-    with signs_of_progress(inbox, Loaded()):
+    with signs_of_progress(inbox, LoadedBytes()):
         function = getattr(importlib.import_module(module), name)
         return (yield from produced(function, [pickle.loads(each) for each in args], inbox))
 

@@ -224,7 +224,7 @@ def seats_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[li
     settings = order.config.cluster
     if (before := order.before or 0) > len(places):
         tell(
-            f"the run goes on with {many(len(places), 'worker')}, of {before} before: cluster.workers is auto, and fewer GPUs are left. A "
+            f"the run resumes with {many(len(places), 'worker')}, of {before} before: cluster.workers is auto, and fewer GPUs are left. A "
             "step takes longer, sizes are planned again, and sums over workers differ in their last bits"
         )
     store = open_store(host, len(places))

@@ -1,4 +1,4 @@
-"""The translation of another system's configuration by a table of rows: what each of its keys becomes here.
+"""The translation of another system's configuration by a table of its keys: what each becomes here.
 
 Enters: a table (`Key`: their key, what it becomes, their default), the keys that a user gave, and what is known of files and GPUs. Leaves:
 a `Translation`: one `Answer` for each key that was given, the values of our keys with where they come from, and what still keeps the run
@@ -6,7 +6,8 @@ file from being right. Guaranteed: each given key has exactly one answer, "honou
 refused with the nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is
 left out of the run file and says why. Neither torch nor a file is needed.
 
-A row has no code beside its conversion, a function of an `Ask`; the functions at the end of this file make the common ones.
+A row of the table, a `Key`, has no code beside its conversion, a function of an `Ask`; the functions at the end of this file make the
+common ones.
 """
 
 from __future__ import annotations
