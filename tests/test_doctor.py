@@ -95,14 +95,29 @@ def test_how_much_can_be_pinned(report: Report) -> None:
         assert "64.0 MiB could not be pinned" in broken.detail and "train.offload_" in broken.remedy
 
 
+@pytest.mark.parametrize("without_ray", [True, False])
 @pytest.mark.parametrize(("gpus", "status"), [(0, "ok"), (1, "ok"), (2, "ok"), (4, "broken")])
-def test_shared_memory_is_judged_as_a_run_on_all_gpus_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, status: str) -> None:
+def test_shared_memory_is_judged_as_a_run_on_all_gpus_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, status: str, without_ray: bool
+) -> None:
+    """Or as a Ray that a run would start."""
     monkeypatch.setattr(keeper, "SHARED_MEMORY", tmp_path)  # not every system has it
     monkeypatch.setattr(keeper, "free_shared_memory", lambda: 64 * 2**20)  # as Docker has it
+    if without_ray:
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    elif importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray")
     monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
     (found,) = doctor.examine_shared_memory(gpus)
-    assert found.status == status and found.detail.startswith(f"64.0 MiB free in {tmp_path}; ") and not found.core
-    assert ("4 workers with a GPU each need 128.0 MiB" in found.detail and "--shm-size" in found.remedy) == (gpus == 4)
+    assert found.detail.startswith(f"64.0 MiB free in {tmp_path}; ") and not found.core
+    assert found.status == (status if without_ray else "broken")
+    assert ("4 workers with a GPU each need 128.0 MiB" in found.detail) == (gpus == 4)
+    assert ("needs 80.0 MiB" in found.detail) == (found.status == "broken" and gpus < 4)
+    assert ("--shm-size" in found.remedy) == (found.status == "broken")
+    if without_ray:
+        monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+        (found,) = doctor.examine_shared_memory(gpus)
+        assert found.status == "ok" and found.detail.endswith("NCCL_SHM_DISABLE=1 keeps workers from using it")
 
 
 def test_memory_is_what_a_run_would_go_by(report: Report) -> None:

@@ -6,6 +6,7 @@ pytest tests/test_gpu.py -m gpu            FULLTILT_REPORT=FILE.json also writes
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -36,7 +37,7 @@ from fulltilt.model.scalar import load_scalar
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.tensor import member_layers, split
-from fulltilt.records import Group, Prompt, Row
+from fulltilt.records import Group, Prompt, Row, RunWarning
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
@@ -169,6 +170,29 @@ def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str,
             torch.cuda.empty_cache()
             again = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
             assert [sample.ids.tolist() for group in again for sample in group.samples] == found[-1]
+    assert found[0] == found[1]
+
+
+def test_an_engine_without_memory_beside_the_allocator_decodes_without_graphs(model_folders) -> None:
+    """For a graph itself: fewer samples would not free any."""
+    folder = model_folders("qwen2")
+    model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
+    prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
+    found = []
+    for enough in (True, False):
+        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
+        step, decoder = engine.decoder._step, engine.decoder
+
+        def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
+            step(size, restricted)
+            if not enough and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("CUDA error: out of memory")
+
+        decoder._step = run_out
+        with contextlib.nullcontext() if enough else pytest.warns(RunWarning, match="decoding runs without graphs.*out of memory"):
+            groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+        assert engine.take_limits().max_seqs == 8 and bool(decoder.captures) == enough
+        found.append([sample.ids.tolist() for group in groups for sample in group.samples])
     assert found[0] == found[1]
 
 

@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_leaves
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.budgets import smaller_budget
 from fulltilt.cluster.faults import VARIABLE
+from fulltilt.kernels.linear import fastest
 from fulltilt.memory.account import Account
 from fulltilt.memory.trial import MemoryTrial
+from fulltilt.model.arrays import pinned
 from fulltilt.parallel import sequence
 from fulltilt.parallel.progress import JointPasses, PassProgress
 from fulltilt.records import MicroBatch, Prompt, TokenTerms, UserError
@@ -592,6 +594,26 @@ def test_memory_runs_out_beside_the_allocator_too(said: str, memory: bool) -> No
     with contextlib.nullcontext() if memory else pytest.raises(RuntimeError), trial:
         raise RuntimeError(said)
     assert (trial.failure is not None) == memory
+
+
+def test_pinned_memory_that_runs_out_is_memory_of_the_host() -> None:
+    """The driver says of both that memory is used up: fewer samples at once would not help."""
+
+    def run_out() -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+    trial = MemoryTrial(lambda: True)
+    with pytest.raises(UserError, match=r"^2.0 KiB of main memory could not be pinned .*: CUDA error: out of memory\. .*ulimit -l"), trial:
+        pinned(run_out, 2048)
+    assert trial.failure is None
+
+
+def test_no_way_to_multiply_is_chosen_while_memory_runs_out() -> None:
+    def run_out(*_: object) -> torch.Tensor:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fastest({"one that is not loaded yet": run_out}, 4, torch.ones(8, 16), None)
 
 
 @pytest.mark.parametrize("made", range(len(COLLECTIVES) + 1))

@@ -26,6 +26,7 @@ from fulltilt.loop import opening
 from fulltilt.loop.run import Summary
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 ModelFolders = Callable[[str], Path]
 TWO = ("cluster.workers=2", "run.steps=5", "run.eval_every=0", "run.eval_before=false")
@@ -136,7 +137,7 @@ def test_a_run_that_loses_a_worker_resumes_by_itself(folder: Path, undisturbed: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("left", "taken"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("left", "taken"), [(2, 2), (4, 3), (1, 1)])
 def test_a_restart_goes_on_with_the_workers_that_it_had_or_says_that_they_are_fewer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, left: int, taken: int
 ) -> None:
@@ -154,7 +155,7 @@ def test_a_restart_goes_on_with_the_workers_that_it_had_or_says_that_they_are_fe
     train(folder, on_step, "cluster.workers=auto", "cluster.restarts=1", "run.steps=2")
     assert seen[1:] and set(seen[1:]) == {taken}
     told = [str(warning.message) for warning in recwarn if "resumes with" in str(warning.message)]
-    assert [text.partition(":")[0] for text in told] == ["the run resumes with 2 workers, of 3 before"] * (taken < 3)
+    assert [text.partition(":")[0] for text in told] == [f"the run resumes with {many(taken, 'worker')}, of 3 before"] * (taken < 3)
 
 
 @pytest.mark.long

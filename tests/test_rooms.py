@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
 GROUND = {"words", "user_code", "callables", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
-GROUND |= {"folders", "blame", "interrupts", "hardware"}
+GROUND |= {"folders", "blame", "commits", "interrupts", "hardware"}
 SIX = {"data", "rollout", "reward", "algo", "batching", "training"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"words"},
     "footprint": set(),
     "blame": set(),
+    "commits": set(),
     "interrupts": set(),
     "folders": {"words", "records"},
     "shape": {"words", "records"},

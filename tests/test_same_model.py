@@ -23,6 +23,7 @@ from fulltilt.cluster.crew import require_same_models
 from fulltilt.cluster.keeper import HubModel, Questions, facts_of_machine
 from fulltilt.cluster.loading import Models
 from fulltilt.cluster.worker import Replica
+from fulltilt.commits import at_commits
 from fulltilt.loop import opening
 from fulltilt.loop.saved import SavedState, pinned_commits
 from fulltilt.model import load
@@ -63,7 +64,7 @@ def test_a_hub_name_stands_for_a_commit(cache: Path, model_folders: ModelFolders
     paths = {"model.path": "org/tiny", "ref.path": str(model_folders("qwen2"))}
     commits = load.commits_of(given, paths)
     assert commits == {"org/tiny": OLD}, "a folder has no commit"
-    with load.at_commits(commits):
+    with at_commits(commits):
         assert load.origin(given, "org/tiny")["revision"] == OLD
         assert "revision" not in load.origin(given, "org/other")
     assert load.origin(given, "org/tiny")["revision"] == "main" and "revision" not in load.origin(given, "org/other")
@@ -115,6 +116,16 @@ def test_a_resumed_run_reads_the_commit_that_it_began_with(cache: Path, tmp_path
     lost = rf"model.path: the configuration of org/tiny could not be loaded: .*`hf download org/tiny --revision {OLD}`"
     with pytest.raises(UserError, match=lost):
         runs.train(folder, model, "run.steps=3")
+
+
+def test_a_damaged_file_of_a_commit_is_not_to_be_downloaded(cache: Path, model_folders: ModelFolders) -> None:
+    """The hub's cache has it, and would not fetch it again."""
+    shutil.copytree(model_folders("qwen2"), cache / "snapshots" / OLD)
+    weights = cache / "snapshots" / OLD / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with at_commits({"org/tiny": OLD}), pytest.raises(UserError) as refused:
+        load.load_model(ModelConfig(path="org/tiny"), torch.device("cpu"))
+    assert f"of commit {OLD} in the hub's cache" in str(refused.value) and "hf download" not in str(refused.value)
 
 
 def test_adapters_generate_on_the_base_that_they_were_trained_on(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:

@@ -128,6 +128,8 @@ def main() -> None:
     except WorkerError as error:
         if error.worker_traceback:
             tell(error.worker_traceback.rstrip(), sys.stderr)
+        elif os.environ.get("FULLTILT_TRACEBACK") == "1":
+            tell(traceback.format_exc().rstrip(), sys.stderr)
         tell(f"error: {error}", sys.stderr)
         sys.exit(1)
     except UserError as error:

@@ -270,9 +270,14 @@ def examine_shared_memory(gpus: int) -> Iterator[Finding]:
     if any(keeper.wrong_shared_memory(free, gpus)):
         remedy = f"{keeper.ENLARGE}, use fewer workers, or set NCCL_SHM_DISABLE=1"
         yield Finding("shared memory", "broken", f"{has}; {gpus} workers with a GPU each need {needed}", remedy)
-        return
-    why = f"{gpus} workers with a GPU each need {needed}" if gpus > 1 else "only workers that have a GPU each need it"
-    yield Finding("shared memory", "ok", f"{has}; {why}")
+    elif free < keeper.OBJECT_STORE and importlib.util.find_spec("ray"):
+        needed = in_bytes(keeper.OBJECT_STORE)
+        yield Finding("shared memory", "broken", f"{has}; a Ray cluster that a run starts by itself needs {needed}", keeper.ENLARGE)
+    elif os.environ.get("NCCL_SHM_DISABLE") == "1":
+        yield Finding("shared memory", "ok", f"{has}; NCCL_SHM_DISABLE=1 keeps workers from using it")
+    else:
+        why = f"{gpus} workers with a GPU each need {needed}" if gpus > 1 else "only workers that have a GPU each need it"
+        yield Finding("shared memory", "ok", f"{has}; {why}")
 
 
 def examine_cluster(address: str) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ anything is written.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,16 +47,17 @@ from fulltilt.cluster.probing import Probe
 from fulltilt.cluster.samples import Samples, SamplesHere, SamplesThere
 from fulltilt.cluster.service import start_on_ray, start_processes
 from fulltilt.cluster.worker import Worker
+from fulltilt.commits import at_commits
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
 from fulltilt.model import load, lora
 from fulltilt.plan.make import Plan
-from fulltilt.records import Prompt, Row
+from fulltilt.records import Prompt, Row, RunWarning
 from fulltilt.reward.base import RewardPool
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
-from fulltilt.words import joined
+from fulltilt.words import joined, many
 
 StartHosts = Callable[[WorkerOrder, torch.device, int], Hosts]  # so many workers, on this machine
 
@@ -108,6 +110,9 @@ def assemble(
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
     what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `before`: as in a
     `WorkerOrder`."""
+    if before and not config.cluster.address and count_workers(config, choose_device(config.run.device).type) == 1:
+        # The only device that is left: its worker may be lost too, and only one in a process of its own can be started again.
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"processes": True})})
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
@@ -169,7 +174,7 @@ def put_together(
         if config.lora.rank:
             lora.require_peft()
         commits = commits_of_models(config, paths)  # asks the hub: what is wrong here has been told by now
-        pinned.enter_context(load.at_commits(commits))
+        pinned.enter_context(at_commits(commits))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
@@ -204,10 +209,18 @@ def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, 
     """The workers that the configuration asks for, each with its models loaded. `paths`: the settings that name models."""
     hosts = open_hosts(order, algorithm, device, paths, start)
     try:
-        return Crew(order.config, algorithm, hosts)
+        crew = Crew(order.config, algorithm, hosts)
     except BaseException:
         hosts.close()
         raise
+    if (before := order.before or 0) > hosts.size:
+        warnings.warn(
+            f"the run resumes with {many(hosts.size, 'worker')}, of {before} before: cluster.workers is auto, and fewer GPUs are left. A "
+            "step takes longer, sizes are planned again, and sums over workers differ in their last bits",
+            RunWarning,
+            stacklevel=2,
+        )
+    return crew
 
 
 def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str], start: StartHosts | None) -> Hosts:

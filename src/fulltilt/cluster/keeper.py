@@ -33,6 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # Those whose version decides what a run computes, where they are installed: models, adapters, kernels, rewards, and what reads their files.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "triton", "liger-kernel", "math-verify")
 NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
+OBJECT_STORE = 80 * 2**20  # bytes of it for each machine of a Ray that is started here: Ray takes no less, and nothing large goes through
 ENLARGE = "Enlarge it (docker run --shm-size=1g)"
 CONFIG = "config.json"
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests

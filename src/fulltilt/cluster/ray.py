@@ -41,6 +41,7 @@ from fulltilt.cluster.hosts import Place
 from fulltilt.cluster.keeper import (
     ENLARGE,
     GREETING,
+    OBJECT_STORE,
     SHARED_MEMORY,
     HubModel,
     MachineFacts,
@@ -63,7 +64,6 @@ AGAIN_S = 120.0  # the same for a run that has lost workers: Ray frees what they
 START_S = 120.0  # how long the keepers may take to start, and their workers to connect
 LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
-OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
 NICENESS = "RAY_worker_niceness"  # set for a Ray that is started here: left alone it gives workers less of a busy machine than others get
 # Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(

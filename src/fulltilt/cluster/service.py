@@ -32,14 +32,13 @@ from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker, enough_memory
-from fulltilt.model.load import at_commits
+from fulltilt.commits import at_commits
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.records import RunWarning, UserError
 from fulltilt.schema import Config, rewards_named
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, imported_files, known_functions, locate
-from fulltilt.words import many
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it ends
@@ -222,11 +221,6 @@ def open_store(host: str, workers: int) -> dist.TCPStore:
 def seats_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Seat], dict[str, Any]]:
     """The places of the workers, and the settings of their host. `host`: this machine, as the workers reach it."""
     settings = order.config.cluster
-    if (before := order.before or 0) > len(places):
-        tell(
-            f"the run resumes with {many(len(places), 'worker')}, of {before} before: cluster.workers is auto, and fewer GPUs are left. A "
-            "step takes longer, sizes are planned again, and sums over workers differ in their last bits"
-        )
     store = open_store(host, len(places))
     codes = [function.code for function in own_functions(order.config).values()]
     nodes = len({place.node for place in places})

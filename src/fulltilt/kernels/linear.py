@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fulltilt.blame import is_out_of_memory
 from fulltilt.footprint import FLUSHED, JUDGES
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 from fulltilt.records import RunWarning
@@ -138,9 +139,9 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
         try:
             if torch.equal(way(x, weight, bias), expected):
                 times[name] = milliseconds(lambda way=way: way(x, weight, bias), weight.device)  # type: ignore[misc]
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # the compiler failed, or the kernel needs more than this device has: use another way
+            if is_out_of_memory(error):
+                raise
             words = f"products of few rows cannot run by {name} on this device, and take another way: {first_line(error)}"
             warnings.warn(words, RunWarning, stacklevel=2)
     assert times, "no product gives the same bits twice"

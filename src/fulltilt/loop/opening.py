@@ -25,6 +25,7 @@ from fulltilt.cluster.here import shape_for
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.service import wrong_cluster
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
+from fulltilt.commits import at_commits
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.interrupts import hangup_restored
@@ -42,7 +43,6 @@ from fulltilt.loop.saved import (
     pinned_commits,
     read_state,
 )
-from fulltilt.model import load
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
@@ -101,7 +101,7 @@ class Attempts:
             except UserError as error:
                 if self.restarts and self._run is None:  # no mistake of the user's: the machines have changed
                     text = f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
-                    raise WorkerError(text) from None
+                    raise WorkerError(text) from error.__cause__  # the traceback in a worker, if it was raised there
                 raise
             except WorkerError as error:
                 # The step in progress is lost with the workers, which had its gradients.
@@ -152,7 +152,7 @@ class Attempts:
             for text in configuration.warnings(config):
                 console.warn(text)
             pinned = pinned_commits(config, state, changed) if state else {}
-            with enough_memory("set-up"), load.at_commits(pinned):
+            with enough_memory("set-up"), at_commits(pinned):
                 kept = kept_budgets(config, path, state, changed, console)
                 parts = assemble(config, found, kept=kept, probe=prober_for(config), before=self._before if self.restarts else None)
             stack.callback(parts.close)
@@ -167,7 +167,7 @@ class Attempts:
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
             parts.crew.keep_output(path / WORKERS)
-            with load.at_commits(parts.commits):
+            with at_commits(parts.commits):
                 predictions = foreseen(config, parts)
             for text in predictions.words if not self.restarts else ():
                 console.note(text)
@@ -291,7 +291,7 @@ def find_mistakes(config: Config) -> list[str]:
     def wrong_rows(data: RunData) -> list[str]:
         return [change.refusal for change in changed_rows(config, state, data.train.digest())] if state else []
 
-    with load.at_commits(pinned):
+    with at_commits(pinned):
         return list(dict.fromkeys([*checks.find_mistakes(config, wrong_rows), *wrong_cluster(config), *refused]))
 
 
@@ -455,7 +455,7 @@ def assemble_checkpoint(
         state = read_state(found)
         changed = changed_keys(config, state, file_digests(config))
         refuse_other_adapters(config, changed)
-        with load.at_commits(pinned_commits(config, state, changed)):
+        with at_commits(pinned_commits(config, state, changed)):
             return found, assemble_evaluation(config, found)
 
     return open_checkpoint(find_one, read, console.warn)

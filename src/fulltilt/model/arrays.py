@@ -7,22 +7,28 @@ does not wait for queued work of the device: a plain copy would, and the device 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+
+from fulltilt.blame import is_out_of_memory
+from fulltilt.records import UserError
+from fulltilt.words import first_line, in_bytes
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """Start copying an array to the device, behind its queued work. On a CPU it is the array itself, if that is contiguous."""
     here = torch.from_numpy(np.ascontiguousarray(numbers))
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    return pinned(here.pin_memory, here.nbytes).to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
     """Start copying a tensor to the host, behind the device's queued work. The returned function waits for that, not for later work."""
     if not tensor.is_cuda:
         return tensor.numpy
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    here = pinned(partial(torch.empty, tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor.nbytes)
+    here.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
@@ -31,6 +37,20 @@ def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return here.numpy()
 
     return wait
+
+
+def pinned(make: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
+    """What `make` makes, `count` bytes of pinned memory. A driver that cannot pin them says that the GPU's memory is used up, and less work
+    on the GPU would not help."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{in_bytes(count)} of main memory could not be pinned for a copy between host and GPU: {first_line(error)}. Free main memory, "
+            "or raise the limit on locked memory (ulimit -l; `fulltilt doctor` shows it)"
+        ) from error
 
 
 def is_shard(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
 tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised) and is a finite number; remote code runs
-only if asked for; inside `at_commits` a hub name stands for one commit, whatever the hub has since; end tokens are all that the generation
+only if asked for; a hub name stands for the commit that `commits` has for it; end tokens are all that the generation
 config, the model config or the tokenizer name. Whatever transformers raises for the content of a folder or a hub's files is a UserError of
 one line, with the original error as its cause. A failure of our own code, or of memory, is passed on as it is.
 """
@@ -13,10 +13,8 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.blame import says_nothing
+from fulltilt.commits import commit_of
 from fulltilt.model import attention, experts
 from fulltilt.model.chat_template import read_template
 from fulltilt.model.folder import inspect_model
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 # A line of transformers' report on tensors that have another shape than the architecture's.
 MISMATCH = re.compile(r"^(\S.*?)\s*\|\s*MISMATCH.*?ckpt: torch\.Size\((.*?)\) vs model:\s*torch\.Size\((.*?)\)", re.MULTILINE)
-_commits: ContextVar[Mapping[str, str]] = ContextVar("commits", default=MappingProxyType({}))  # by hub name, inside `at_commits`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -213,7 +211,7 @@ def origin(config: ModelConfig, source: str) -> dict[str, Any]:
 def revision_of(config: ModelConfig, source: str) -> dict[str, str]:
     """The option that names a hub's revision: the commit of `at_commits`; otherwise `model.revision`, which belongs to `model.path` and to
     nothing else."""
-    revision = _commits.get().get(source) or (config.revision if source == config.path else None)
+    revision = commit_of(source) or (config.revision if source == config.path else None)
     return {"revision": revision} if revision else {}
 
 
@@ -225,17 +223,6 @@ def commits_of(config: ModelConfig, paths: Mapping[str, str]) -> dict[str, str]:
             commit = getattr(read_config(config, source, key), "_commit_hash", None)
             found |= {source: commit} if commit else {}  # some hubs do not tell it
     return found
-
-
-@contextlib.contextmanager
-def at_commits(commits: Mapping[str, str]) -> Iterator[None]:
-    """Inside, hub names stand for these commits: a branch may move while a run starts, and the caches of two machines may have found it at
-    different commits."""
-    token = _commits.set(commits)
-    try:
-        yield
-    finally:
-        _commits.reset(token)
 
 
 def load_tokenizer(
@@ -335,9 +322,11 @@ def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             remedy = "Read that code, then set model.trust_remote_code = true"
-        elif commit := _commits.get().get(source):
-            download = f"`hf download {source} --revision {commit}`"
-            remedy = f"The run reads commit {commit}, which the hub's cache must have: {download} where the hub can be reached"
+        elif commit := commit_of(source):
+            download, here = f"`hf download {source} --revision {commit}`", "give the folder of a model"
+            remedy = f"The run reads commit {commit}, which the hub's cache must have: {download} where the hub can be reached, or {here}"
+            if not isinstance(error, OSError):  # its files are there
+                remedy = f"Repair or replace {files} of commit {commit} in the hub's cache, or {here}"
         elif not Path(source).is_dir():
             remedy = "It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
         else:

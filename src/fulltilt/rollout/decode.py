@@ -267,11 +267,15 @@ class Decoder:
 
     def _capture_with_room(self, size: int, restricted: bool) -> CapturedStep:
         """Capture, if needed after freeing memory. The members of a tensor-parallel group run the step together, so none may try twice, or
-        go on with fewer samples alone: they free memory first."""
+        go on with fewer samples alone: they free memory first. If memory beside torch's allocator is used up, for the graph itself or its
+        kernels, fewer samples would not help: that is a plain RuntimeError here."""
         if self.head.part is None:
-            with contextlib.suppress(torch.OutOfMemoryError):
+            try:
                 return self._capture(size, restricted)
-        gc.collect()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        gc.collect()  # outside the handler, whose error still holds memory
         torch.cuda.empty_cache()
         try:
             return self._capture(size, restricted)
@@ -286,6 +290,7 @@ class Decoder:
     def _capture(self, size: int, restricted: bool) -> CapturedStep:
         """Run the step on empty rows, then capture it. The first runs compile the kernels, and find a wait for the device while that is
         only an error: inside a capture it would break the stream."""
+        graph, part = torch.cuda.CUDAGraph(), self.head.part  # a RuntimeError where there is no CUDA device
         outside, side = torch.cuda.current_stream(), capture_stream()
         side.wait_stream(outside)
         try:
@@ -295,7 +300,6 @@ class Decoder:
                     self._step(size, restricted)
         finally:
             outside.wait_stream(side)
-        graph, part = torch.cuda.CUDAGraph(), self.head.part
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         counting = contextlib.nullcontext(count_nothing) if part is None else part.counted_apart()
         try:
@@ -303,12 +307,14 @@ class Decoder:
                 self._step(size, restricted)
         except RuntimeError as error:
             torch.cuda.set_stream(outside)  # torch leaves an invalid capture's stream as the current one
-            give_up_capture(graph, self._pool)
-            if not self._captured:  # torch refuses to record into a pool that no graph uses any more
-                self._pool = None
+            try:
+                give_up_capture(graph, self._pool)
+            finally:
+                if not self._captured:  # torch refuses to record into a pool that no graph uses any more
+                    self._pool = None
             # An invalid capture fails once more when it ends: the first failure says what was wrong.
             first = error.__context__ or error
-            raise (torch.OutOfMemoryError if is_out_of_memory(first) else RuntimeError)(str(first)) from error
+            raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
         return CapturedStep(graph, count)
 
     def _give_up_graphs(self, reason: str) -> None:

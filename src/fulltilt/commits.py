@@ -1,0 +1,29 @@
+"""For which commit of a hub's repository each name stands, while a run is set up or works.
+
+Enters: commits by hub name. Leaves: the commit of a name. Guaranteed: inside `at_commits` a name stands for one commit, whatever the hub
+has since; nothing is asked of the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+
+_commits: ContextVar[Mapping[str, str]] = ContextVar("commits", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def at_commits(commits: Mapping[str, str]) -> Iterator[None]:
+    """Inside, hub names stand for these commits: a branch may move while a run starts, and the caches of two machines may have found it at
+    different commits."""
+    token = _commits.set(commits)
+    try:
+        yield
+    finally:
+        _commits.reset(token)
+
+
+def commit_of(name: str) -> str | None:
+    return _commits.get().get(name)
