@@ -33,7 +33,7 @@ UNGATED = {
 }  # fmt: skip
 GROK = dense("mixtral", 6144, 32768, 64, 48, 8, 131072) | {"num_local_experts": 8, "num_experts_per_tok": 2}
 # Loops of pre-training read no losses back, hand out no rows, and spread tokens evenly.
-PRETRAINING = replace(VERL, hidden=1.0, driver_rate=math.inf, expert_imbalance=1.0)
+PRETRAINING = replace(VERL, hidden=1.0, driver_rate=math.inf, expert_spread=0.0)
 # Modules that are computed again, as near as the models have it.
 RECOMPUTE = {"": "none", "full": "full", "norm act": "selective", "norm moe": "selective"}
 

@@ -460,6 +460,10 @@ def test_a_token_budget_that_cannot_fit_is_halved() -> None:
     assert settled(replace(where, longest=16384)).budgets == {"actor": 16384}
     words = make_plan(config(), replace(where, free_bytes=2 * GIB)).words
     assert any("micro-batches of at most 8192 tokens (auto: more would not fit into the device's memory)" in text for text in words)
+    # What a resumed run keeps was not chosen for the device that it is on now.
+    larger = replace(where, free_bytes=2 * GIB, device_bytes=24 * GIB)
+    words = make_plan(config(), larger, {"token_budget": 8192}).words
+    assert any("at most 8192 tokens (auto: as in the checkpoint that the run resumes from)" in text for text in words)
 
 
 def test_what_fits_nowhere_is_refused() -> None:

@@ -145,6 +145,18 @@ def test_an_engine_beside_divided_experts_has_a_copy(tmp_path: Path) -> None:
     assert found.memory.phases["update-actor"].kinds["engine"] == weights  # it stays in an update
 
 
+def test_what_is_set_by_hand_is_described_as_it_runs(tmp_path: Path) -> None:
+    """Experts that a tensor group has whole, prompts that each sample reads, and layers that are not gathered ahead."""
+    tensor = ("train.tensor_parallel=4", "rollout.tensor_parallel=4")
+    for experts, whole in ((1, False), (4, True)):
+        found = planned(tmp_path, *tensor, f"train.expert_parallel={experts}", hardware="8xH200", shape="Qwen3-30B-A3B").run.layout
+        assert (found.tensor, found.expert, found.whole_experts) == (4, 1, whole)
+    alone, shared = (planned(tmp_path, f"rollout.prefix_sharing={own}") for own in ("false", "true"))
+    assert alone.seconds.generation.total > shared.seconds.generation.total and not alone.run.engine.shares_prompts
+    late, ahead = (planned(tmp_path, "train.shard=full", f"train.forward_prefetch={own}") for own in ("false", "true"))
+    assert late.seconds.update.causes["gathering parameters"] > ahead.seconds.update.causes["gathering parameters"] > 0
+
+
 def test_keys_and_values_are_divided_among_workers_that_sample_together() -> None:
     shape = Shape.named("70B")  # 8 key heads
     tables_of = {"model": {"path": "a"}, "data": {"train": "a.jsonl"}, "run": {"steps": 1}}

@@ -11,6 +11,7 @@ others; mistakes in settings are reported before weights are made.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +67,6 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
             say(f"turn {turn + 1} of {asked.turns}: {name}")
             found[name].append(measured(job, say))
             say(in_words(name, found[name][-1]))  # what a run that is stopped would lose
-            let_go(job.device)
     settings = {name: described(timings, tokens) for name, timings in found.items()}
     best = max((one["tokens_per_s"] or 0.0 for one in settings.values()), default=0.0)
     return {
@@ -93,10 +93,13 @@ def worth_another_turn(found: Mapping[str, Sequence[StepTiming]]) -> list[str]:
 def measured(job: BenchJob, say: Say) -> StepTiming:
     """Steps of one setting. What does not fit is a result, and what fails otherwise must not lose those of the others."""
     try:
+        let_go(job.device)  # what the setting before has left
         return step.measure_ours(job, say)
     except Exception as error:
-        expected = isinstance(error, UserError) or is_out_of_memory(error)
-        return StepTiming({}, error=first_line(error) if expected else f"{type(error).__name__}: {first_line(error)}")
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            return StepTiming({}, error=first_line(error))
+        say(traceback.format_exc().rstrip())
+        return StepTiming({}, error=f"{type(error).__name__}: {first_line(error)}")
 
 
 def in_words(name: str, timing: StepTiming) -> str:

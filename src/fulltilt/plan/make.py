@@ -79,7 +79,7 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
         check_cache(config, facts, memory, budgets.kv_blocks)
     # Budgets may have changed since roles were planned: by what updates take, or to those of the checkpoint.
     of_updates = {role: getattr(budgets, KEPT_AS[role]) for role in facts.roles if role in KEPT_AS}
-    roles = replace(roles, reasons={**roles.reasons, **budget_reasons(config, facts.device, of_updates)})
+    roles = replace(roles, reasons={**roles.reasons, **budget_reasons(config, facts.device, of_updates, kept)})
     steps = count_steps(config, facts.steps_per_epoch)
     if "actor" not in facts.roles:
         own = {role: roles.settings[role] for role in facts.roles}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fulltilt.plan.decisions import Decisions, RolePlan, longest_row, unless_auto
+from fulltilt.plan.decisions import KEPT_AS, Decisions, RolePlan, longest_row, unless_auto
 from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.plan.resident import left_for_update
 from fulltilt.records import UpdateCosts
@@ -32,6 +32,7 @@ AS_FORESEEN = 1.03  # times the bytes that were foreseen, up to which a measurem
 # launches ahead, and the device waits only where it falls behind.
 WAITING = 3 / 4
 WHY_MORE = "with fewer tokens of so small a model the device would wait"
+WHY_KEPT = "as in the checkpoint that the run resumes from"
 WHY_FEWER = "more would not fit into the device's memory"
 
 
@@ -78,13 +79,17 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     return tokens
 
 
-def budget_reasons(config: Config, device: str, budgets: Mapping[str, int]) -> dict[tuple[str, str], str]:
-    """Why `auto` gave a role's updates other than the usual number of tokens, by role and key; empty where it did not."""
+def budget_reasons(
+    config: Config, device: str, budgets: Mapping[str, int], kept: Mapping[str, Any] | None = None
+) -> dict[tuple[str, str], str]:
+    """Why `auto` gave a role's updates other than the usual number of tokens, by role and key; empty where it did not. `kept`: the budgets
+    of the checkpoint that the run resumes from."""
     found = {}
     for role, tokens in budgets.items():
         section, usual = getattr(config, role), update_budget(config, device, role, {})
         by_auto = config.actor.token_budget == section.token_budget == "auto" and section.dynamic_batch
-        found[role, "token_budget"] = (WHY_MORE if tokens > usual else WHY_FEWER) if by_auto and tokens != usual else ""
+        why = WHY_KEPT if kept and KEPT_AS[role] in kept else WHY_MORE if tokens > usual else WHY_FEWER
+        found[role, "token_budget"] = why if by_auto and tokens != usual else ""
     return found
 
 

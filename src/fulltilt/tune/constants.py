@@ -3,7 +3,7 @@
 None belongs to a row of a table, to a model, or to a number of GPUs. "GRPO table" is tests/data/published/grpo_qwen2.5_7b.csv, "DAPO table"
 is dapo7b.csv; docs/planning.md shows what the models say of both. "Fitted runs" are 25 runs of four models on two H200
 (docs/bench/predictions_fit.json): the constants of fulltilt's own time come from them, those of decoding also from the runs of
-docs/bench/jobs.json, and from no others.
+docs/bench/jobs.json, and from no others, but for what one GPU cannot show: `exposed` and `expert_spread` are those of other systems.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class SystemCosts:
     megatron_copies: int = 3  # times that rows pass so to Megatron workers, which unpack them, copy them to the ranks of a group, and split
     host_copy: float = 3e9  # to and from host memory that is not pinned, as verl 0.4 offloads, all GPUs of a machine at once
     # Parameters reach the engine matrix by matrix, each gathered and renamed: seconds before the first, and for each. 0.3 s are for 196 of
-    # them in a model of 7B, which takes 2.2 to 3.2 s in the DAPO table; 45 thousand of DeepSeek-V3 took 80 s and 120 s in two layouts
-    # (verl's issue 5311).
+    # them in a model of 7B, which takes 2.2 to 7.6 s with Megatron in the DAPO table, and 0.9 to 1.4 s with FSDP; 45 thousand of
+    # DeepSeek-V3 took 80 s and 120 s in two layouts (verl's issue 5311).
     sync_start: float = 1.5
     sync_matrix: float = 1.4e-3
-    sync_rate: float = 38e9  # bytes of them per second, which each GPU receives through its adapter
-    # Times the mean, that the GPU with the most popular experts has to receive and compute. Megatron-MoE-ModelZoo has Qwen3-235B at four
-    # lengths with real and with evenly spread routing: their ratios stand for 1.69 to 1.71. UltraEP (arXiv 2606.04101) saw 1.3 to 4.
-    expert_imbalance: float = 1.7
+    syncs_whole: bool = True  # each GPU receives all of them
+    # How far apart the loads of single experts are: `expert_imbalance` of tune/time_model.py says what follows for GPUs.
+    # Megatron-MoE-ModelZoo has Qwen3-235B, 16 experts on each of 8 GPUs, at four lengths with real and with evenly spread routing: the
+    # ratios stand for 1.69 to 1.71 times the mean. UltraEP (arXiv 2606.04101) saw 1.3 to 4 times.
+    expert_spread: float = 3.0
     deduplicates: bool = False  # a token is sent once to a GPU or machine that has several of its experts, as DeepEP does
     # Share of FSDP's gathers and sums that takes time although layers compute meanwhile: MPT models of 13B to 70B on 8 to 64 H100 and
     # Llama 3 70B on 64 (tests/data/independent) need 0.3 to 0.9.
@@ -107,7 +108,7 @@ VERL = SystemCosts()
 # The host runs ahead; pinned memory; the engine reads the trainer's parameters; it looks at results every 16 steps, while the next run.
 FULLTILT = SystemCosts(
     host_layer=1.35e-3, host_unfused=2.0e-3, host_again=1.93, host_selective=4.6, host_experts=0.0, hidden=1.0, driver_rate=math.inf,
-    host_copy=math.inf, sync_start=0.0, sync_matrix=0.0, sync_rate=math.inf, scoring=0.1e-3, pipelines=False, streams_optimizer=True,
+    host_copy=math.inf, sync_start=0.0, sync_matrix=0.0, syncs_whole=False, scoring=0.1e-3, pipelines=False, streams_optimizer=True,
     expert_by_expert=False, engine_step=0.0, engine_sequence=0.0, engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29,
     expert_traffic=1.37, gradient_traffic=8, stops_early=True, duplex=0.88, packs=True, graph_layer=32e-6, graph_unfused=84e-6,
     graph_experts=117e-6, attention_token=33.5e-9, attention_traffic=0.24, host_token=1.65e-6,

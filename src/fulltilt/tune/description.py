@@ -70,6 +70,7 @@ class TrainLayout:
     sequence: int = 1  # GPUs that share a sequence by exchanging heads (Ulysses)
     expert: int = 1
     expert_tensor: int = 1
+    whole_experts: bool = False  # a tensor group has whole experts between its GPUs, and not a part of each on every one
     shard: int = 1  # FSDP: GPUs that together have every parameter once
 
     @staticmethod
@@ -79,12 +80,25 @@ class TrainLayout:
             raise UserError(
                 f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8"
             )
-        return TrainLayout(**{LAYOUT_WORDS[name]: max(1, size) for name, size in found.items() if name in LAYOUT_WORDS})
+        sizes: dict[str, Any] = {LAYOUT_WORDS[name]: max(1, size) for name, size in found.items() if name in LAYOUT_WORDS}
+        return TrainLayout(**sizes)
 
     @property
     def divides_experts(self) -> bool:
         """Whether tokens are sent to experts, which then are not cut as other layers are."""
         return self.expert > 1 or self.expert_tensor > 1
+
+    @property
+    def expert_places(self) -> int:
+        """GPUs that have different experts."""
+        return self.tensor if self.whole_experts and not self.divides_experts else self.expert
+
+    @property
+    def expert_parts(self) -> int:
+        """GPUs among which an expert is cut."""
+        if self.divides_experts:
+            return self.expert_tensor
+        return 1 if self.whole_experts else self.tensor
 
     @property
     def model_parallel(self) -> int:
@@ -114,6 +128,7 @@ class EngineDescription:
     graphs: bool = True  # CUDA graphs; False: eager
     max_seqs: int = 1024  # samples decoded at once (verl's default)
     max_batched_tokens: int = 16384  # tokens in a pass over prompts, for which fulltilt's engine has memory beside its share
+    shares_prompts: bool = True  # a prompt is read once for all its samples
     sleeps: bool = True  # gives its memory back while others run
     own_copy: bool = True  # False: it reads the trainer's parameters, as fulltilt's engine does
     keeps_copy: bool = False  # its own copy stays on the GPU while it sleeps
@@ -215,7 +230,7 @@ class RunDescription:
     @property
     def fused_layers(self) -> bool:
         """Whether norms, positions and gates are one kernel each. FSDP runs of other systems have Hugging Face's layers."""
-        return (self.backend != "fsdp" or self.system is FULLTILT) if self.fused_kernels is None else self.fused_kernels
+        return (self.backend != "fsdp" or self.system.packs) if self.fused_kernels is None else self.fused_kernels
 
     @property
     def data(self) -> int:

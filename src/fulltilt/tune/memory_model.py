@@ -207,7 +207,7 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
     stage = parameters(run.fullest_stage)
     tables = shape.vocabulary * shape.width * (1 if shape.tied or layout.pipeline > 1 or not run.vocabulary_head else 2)
     outside = shape.vocabulary * shape.width * (1 if shape.tied else 2)
-    expert_parts = layout.expert * layout.expert_tensor if layout.divides_experts else layout.tensor
+    expert_parts = layout.expert_places * layout.expert_parts
     scoring = 0 if run.vocabulary_head else shape.width + 1
     return ParameterCounts((stage.shared - outside + tables) // layout.tensor + scoring, stage.experts // expert_parts)
 
@@ -387,9 +387,9 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
 
 
 def prefill_bytes(run: RunDescription) -> int:
-    """Activations of a pass over prompts, each of which is read once for all its samples."""
-    at_once = -(-run.engine.max_seqs // run.batch.samples)
-    tokens = most_in_a_pass(run.engine.max_batched_tokens, run.batch.rollout_prompts, run.engines, run.lengths.prompt, at_once)
+    """Activations of a pass over prompts, each of which is read once for all its samples where those share it."""
+    at_once, reads = -(-run.engine.max_seqs // run.batch.samples), 1 if run.engine.shares_prompts else run.batch.samples
+    tokens = most_in_a_pass(run.engine.max_batched_tokens, run.batch.rollout_prompts, run.engines, reads * run.lengths.prompt, at_once)
     return pass_bytes(run.shape, tokens, run.itemsize, fused=run.fused_layers, parts=run.engine.tensor)
 
 

@@ -162,11 +162,12 @@ class TeamPlan:
         return self.settled.budgets if self.settled else {}
 
     def layout(self, config: Config, role: str) -> TrainLayout:
-        sharding = self.facts.sharding_of(role)
+        sharding, own = self.facts.sharding_of(role), self.way.of(config, role)
         return TrainLayout(
             tensor=self.facts.parts_of(role),
             sequence=self.settings[role].sequence_parallel if role in self.settings else 1,
-            expert=self.way.of(config, role).apart,
+            expert=own.apart,
+            whole_experts=own.experts > 1,
             shard=sharding.group if sharding.parameters else 1,
         )
 
@@ -300,6 +301,7 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
             graphs=uses_graphs(config, team.facts.device, copied=copies),
             max_seqs=team.made.budgets.max_seqs if team.made else MOST_SEQS[team.facts.device],
             max_batched_tokens=team.made.budgets.max_batched_tokens if team.made else BATCHED_TOKENS[team.facts.device],
+            shares_prompts=config.rollout.prefix_sharing,
             sleeps=releases_memory(config),
             own_copy=copies,
             keeps_copy=copies,
@@ -319,7 +321,7 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
         entropy=bool(settings.get("entropy_coef")),
         rollout=sampled,
         itemsize=team.facts.actor.itemsize,
-        system=FULLTILT,
+        system=FULLTILT if config.train.forward_prefetch else replace(FULLTILT, exposed=1.0),
         name="the run",
         **{"fused_head": True} | team.execution(config, "actor"),
     )  # fmt: skip

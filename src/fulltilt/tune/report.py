@@ -28,7 +28,8 @@ BINDS = {
     "keys and values": "HBM", "gradient sums": "HBM", "sampling": "HBM", "optimizer": "HBM", "offload": "PCIe", "collectives": "network",
     "collectives in layers": "network", "gathering parameters": "network", "launches": "host", "unfused positions": "host",
     "scheduling": "host", "scoring": "host", "records": "host", "handing out rows": "host", "gathering rows": "host",
-    "parameters to the engine": "host", "launches of prompts": "host", "pipeline bubble": "waiting", "short kernels": "latency",
+    "parameters to the engine": "host", "launches of prompts": "host", "pipeline bubble": "waiting",
+    "uneven stages": "waiting", "short kernels": "latency",
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Enters: CSV files such as those of tests/data/published, whose rows are runs of verl with Megatron or FSDP training and vLLM rollout.
 Leaves: `TableRow`s, each a `RunDescription` with its measured numbers, and the comparison. Guaranteed: headers and cells are read whatever
 their case and spelling; a row that cannot be read is reported and does not stop the others; no number of a row but those of its settings,
-and the tokens that its throughput gives, enters its prediction. Where a table gives no throughput, all of its rows of one model and limit
+and the tokens that its throughput gives, enters its prediction; that a run did not run out of memory enters only where its table leaves out
+what decides it (`as_it_fits`), and then its memory is not judged. Where a table gives no throughput, all of its rows of one model and limit
 share one mean response length, which is chosen once, so that the median row's update takes as long as predicted.
 
 What such tables leave out is in `FACTS`, by the algorithm that the file's name begins with.
@@ -106,6 +107,8 @@ class TableRow:
     ran: bool  # it has a measured number
     layout: str
     tokens: float | None = None  # tokens of a row, where the table gives them
+    unstated: frozenset[str] = frozenset()  # of "recompute" and "engine", what the table leaves out
+    adapted: bool = False  # what it leaves out was set so that the run fits
     mfu: float | None = None
 
 
@@ -132,8 +135,10 @@ class RowPrediction:
 
     @property
     def verdict(self) -> bool | None:
-        """Whether the prediction that it fits, or does not, is right; None: the row says neither."""
-        return self.memory.fits != self.row.ran_out if self.row.ran or self.row.ran_out else None
+        """Whether the prediction that it fits, or does not, is right; None: the row says neither, or was made to fit."""
+        if not (self.row.ran or self.row.ran_out) or (self.row.adapted and self.memory.fits):
+            return None
+        return self.memory.fits != self.row.ran_out
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------------------------------
@@ -158,14 +163,15 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
         given = {name: (cells.get(header) or "").strip() for name, header in columns.items()}
         if not any(given.values()):
             continue
-        given.setdefault("train_parallel", "".join(f"{word}{cells[header]}" for word, header in sizes.items() if cells.get(header)))
+        given.setdefault("train_parallel", "".join(f"{word}{cells[header]}" for word, header in sizes.items() if cells.get(header)) or "dp")
         try:
             rows.append(row_of(given, path, stated, shape, line))
         except UserError as error:
             skipped.append(f"line {line}: {error}")
     if not rows:
         raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
-    known = with_lengths(rows)
+    fitting = zip(rows, map(as_it_fits, with_lengths(rows)), strict=True)
+    known = with_lengths([replace(own, run=replace(own.run, lengths=row.run.lengths)) for row, own in fitting])
     return PublishedTable(path, [on_hardware(row, hardware) for row in known] if hardware else known, skipped)
 
 
@@ -246,13 +252,15 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
         system=replace(VERL, deduplicates="deepep" in other),
         name=f"{path.name} row {number}",
     )
-    run = as_it_fits(run, recompute is None, not re.search(r"\d", given.get("infer_parallel", "")))
+    unstated = {"recompute"} if recompute is None else set[str]()
+    unstated |= set() if re.search(r"\d", given.get("infer_parallel", "")) else {"engine"}
     measured = {name: seconds for name in TIMES if (seconds := plain_number(given.get(name))) is not None}
     ran_out = any(re.search(r"\boom\b|out of memory", text.lower()) for text in given.values())
     mfu = plain_number(given.get("mfu"))
     tokens = plain_number(given.get("mean_response"))
     per_row = tokens + run.lengths.prompt if tokens is not None else tokens_of(given, measured, run)
-    return TableRow(number, path.name, run, measured, ran_out, bool(measured or mfu) and not ran_out, layout, per_row, mfu)
+    ran = bool(measured or mfu) and not ran_out
+    return TableRow(number, path.name, run, measured, ran_out, ran, layout, per_row, frozenset(unstated), mfu=mfu)
 
 
 def engine_of(given: Mapping[str, str], facts: TableFacts, cluster: Cluster, other: str) -> EngineDescription:
@@ -297,16 +305,18 @@ def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | Non
     return Recompute() if text else None
 
 
-def as_it_fits(run: RunDescription, any_recompute: bool, any_engine: bool) -> RunDescription:
-    """What a table leaves out, as people set it: full recompute where an update does not fit without it (verl's scripts recommend none as
-    long as memory suffices), and engines of as few GPUs as their weights and one sample need."""
-    if any_engine:
+def as_it_fits(row: TableRow) -> TableRow:
+    """What a table leaves out, as people set it who make a run fit: engines of as few GPUs as their weights and one sample need, and full
+    recompute where an update does not fit without it (verl's scripts recommend none as long as memory suffices). A run that ran out of
+    memory was not made to fit: it has no recompute that is not stated."""
+    run = row.run
+    if "engine" in row.unstated:
         sizes = (1 << power for power in range(run.cluster.gpus.bit_length()))
         tried = [replace(run, engine=replace(run.engine, tensor=size)) for size in sizes]
         run = next((own for own in tried if memory_of(own).engine_starts), run)
-    if any_recompute and not memory_of(run).phases["update-actor"].fits:
+    if "recompute" in row.unstated and not row.ran_out and not memory_of(run).phases["update-actor"].fits:
         run = replace(run, recompute=FULL)
-    return run
+    return replace(row, run=run, adapted=run != row.run)
 
 
 def tokens_of(given: Mapping[str, str], measured: Mapping[str, float], run: RunDescription) -> float | None:

@@ -195,16 +195,17 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
     on_device = sum(seconds for cause, seconds in found.items() if cause not in OF_HOST)
     found["launches"] -= run.system.hidden * min(on_device, found["launches"])
     stages, virtual = run.layout.pipeline, run.layout.virtual
-    found["head"] = late_stage(run, found["head"], sum(found.values()) - found["head"])
+    found |= late_stage(run, found["head"], sum(found.values()) - found["head"])
     found["pipeline bubble"] = (stages - 1) / (virtual * passes.at_once) * sum(found.values())
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
 
-def late_stage(run: RunDescription, head: float, layers: float) -> float:
+def late_stage(run: RunDescription, head: float, layers: float) -> dict[str, float]:
     """How much longer the slowest stage of a pipeline takes than an equal share of the layers. That is the last one with the head, which
     has a layer fewer where their number cannot be divided, or one of those that have a layer more."""
     share = len(run.shape.layers) / run.layout.pipeline
-    return max(head - (share - math.floor(share)) * layers / share, (math.ceil(share) - share) * layers / share)
+    last, uneven = head - (share - math.floor(share)) * layers / share, (math.ceil(share) - share) * layers / share
+    return {"head": last} if last > uneven else {"head": 0.0, "uneven stages": uneven}
 
 
 def again_share(run: RunDescription, passes: Passes) -> float:
@@ -255,12 +256,19 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
         if copies > 1:  # an expert sees its share of the tokens of all GPUs that have experts between them
             rows = own_tokens * active / copies
             rows *= layout.expert * layout.expert_tensor / layout.tensor if layout.divides_experts else 1
-        parts = layout.tensor if copies == 1 or not layout.divides_experts else layout.expert_tensor
+        parts = layout.tensor if copies == 1 else layout.expert_parts
         cut_inner = name.endswith(("o_proj", "down_proj"))
         sides = (rows, inner / parts if cut_inner else inner, outer if cut_inner else outer / parts)
-        uneven = run.system.expert_imbalance if copies > 1 and layout.expert > 1 else 1.0
+        uneven = expert_imbalance(run, copies) if copies > 1 else 1.0
         found += uneven * 2.0 * inner * outer * active * (1 + run.system.tile * sum(1 / max(1.0, side) for side in sides))
     return found
+
+
+def expert_imbalance(run: RunDescription, experts: int) -> float:
+    """Times the mean, that the GPU with the most popular experts computes and receives: more, the fewer of them each GPU has, since those
+    of a GPU even one another out."""
+    places = run.layout.expert_places
+    return min(float(places), 1 + run.system.expert_spread * math.sqrt((places - 1) / experts))
 
 
 def attention_seconds(run: RunDescription, passes: Passes) -> float:
@@ -304,9 +312,9 @@ def launch_seconds(run: RunDescription, passes: Passes) -> float:
     system = run.system
     ring = system.host_ring * (layout.context - 1)
     host = system.host_layer if run.fused_layers else system.host_unfused
-    loop = c.EXPERT_LAUNCHES * c.LAUNCH if system.expert_by_expert and not run.fused_layers else 0.0
+    loop = c.EXPERT_LAUNCHES * c.LAUNCH / layout.expert_places if system.expert_by_expert and not run.fused_layers else 0.0
     each = (
-        sum(host + ring + (system.host_experts + loop * layer.experts.count if layer.experts else 0) for layer in layers) / layout.pipeline
+        sum(host + ring + (loop * layer.experts.count or system.host_experts if layer.experts else 0) for layer in layers) / layout.pipeline
     )
     times = times_forward(run, passes) + (system.host_again - 1) * again_share(run, passes)
     if passes.learns and run.recompute.kind == "selective":
@@ -376,10 +384,10 @@ def dispatch_seconds(run: RunDescription, tokens: float) -> float:
         if not run.system.deduplicates:  # then what comes from another machine is not passed on within one
             close -= far
         cut = experts.active * (layout.expert_tensor - 1) / cluster.link(layout.expert_tensor)
-        found += count * (max(close / cluster.gpu.gpu_link, far / cluster.gpu.network) + cut)
+        sent = max(close / cluster.gpu.gpu_link, far / cluster.gpu.network) + cut
+        found += count * sent * expert_imbalance(run, experts.count)
     own = tokens / (layout.tensor * layout.context * layout.sequence * layout.pipeline)
-    uneven = run.system.expert_imbalance if layout.expert > 1 else 1.0
-    return 2 * own * run.shape.width * run.itemsize * found * uneven
+    return 2 * own * run.shape.width * run.itemsize * found
 
 
 def copies_sent(run: RunDescription, active: int, places: float) -> float:
@@ -466,7 +474,7 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
     if not run.engine.own_copy:
         return PhaseSeconds()
     whole, system = run.itemsize * parameters(run.shape).total, run.system
-    one_by_one = system.sync_start + system.sync_matrix * sum(map(run.shape.matrices, run.shape.layers)) + whole / system.sync_rate
+    one_by_one = system.sync_start + system.sync_matrix * sum(map(run.shape.matrices, run.shape.layers))
     found = {"parameters to the engine": one_by_one + copy_seconds(run, whole)}
     row = 3 * 8 * run.lengths.longest_row + 8 * run.lengths.most_response
     found["gathering rows"] = run.batch.rollout_rows * row / run.system.driver_rate
@@ -474,11 +482,11 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
 
 
 def copy_seconds(run: RunDescription, whole: int) -> float:
-    """A system that gathers parameters straight into the engine's copy is bound by the links between those that have parts of them. What
-    others take is in `sync_rate`."""
+    """A system that gathers parameters straight into the engine's copy is bound by the links between those that have parts of them. Of one
+    that gathers them matrix by matrix, each GPU receives all of them."""
+    if run.system.syncs_whole:
+        return whole / (run.cluster.link(run.cluster.gpus) * c.LINK_SHARE)
     parts = max(run.layout.tensor, run.layout.expert) * (run.shard if run.backend == "fsdp" else 1)
-    if not math.isinf(run.system.sync_rate):
-        return 0.0
     written = whole / run.engine.tensor / (run.gpu.hbm * c.HBM_SHARE)
     return written + whole / run.engine.tensor * (parts - 1) / parts / (run.cluster.ring(parts) * c.LINK_SHARE)
 
@@ -592,10 +600,11 @@ def read_weights(shape: Shape, running: float) -> float:
 
 
 def prefill_seconds(run: RunDescription, waves: int) -> dict[str, float]:
-    """Prompts, each once for all its samples. The host launches a pass, and two for each further wave of samples that run at once: not all
-    places become free together."""
+    """Prompts, each once for all its samples where those share it. The host launches a pass, and two for each further wave of samples that
+    run at once: not all places become free together."""
     size, system = model_size(run.shape), run.system
-    tokens = run.batch.rollout_prompts * run.lengths.prompt / run.cluster.gpus
+    times = 1 if run.engine.shares_prompts else run.batch.samples
+    tokens = run.batch.rollout_prompts * times * run.lengths.prompt / run.cluster.gpus
     computing = run.calibration.passes * 2 * size.layer_weights * tokens / (run.gpu.flops * run.gpu.matmul_share)
     host = run.calibration.host * (system.host_layer if run.fused_layers else system.host_unfused)
     launching = len(run.shape.layers) * host * (2 * waves - 1) if system.packs else 0.0
