@@ -273,7 +273,7 @@ def check_sizes(config: Config, shapes: Mapping[str, Shape], workers: int) -> No
     counts |= {rollout: given[rollout]} if "actor" in shapes else {}
     for key, size in counts.items():
         if workers % size:
-            raise UserError(f"{key}: {size} does not divide the {workers} GPUs that have {joined(list(shapes), 'and')}. Change one of them")
+            raise UserError(f"{key}: {size} does not divide the {workers} GPUs of the {joined(list(shapes), 'and')}. Change one of them")
     for role, own in sizes.items():
         require_legal(shapes[role], own.tensor, keys["tensor_parallel"][role], whole_experts=own.experts > 1)
         if own.experts > 1 and expert_counts(shapes[role]):  # members that divide layers have whole experts: as many as others
