@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fulltilt import config as configuration
 from fulltilt import knobs
+from fulltilt.blame import shows_traceback
 from fulltilt.callables import Callables
 from fulltilt.cluster.hosts import WorkerError
 from fulltilt.config import ConfigRule
@@ -49,7 +50,6 @@ __all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "gener
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
-SHOW_TRACEBACK = "FULLTILT_TRACEBACK"  # the environment variable that adds the traceback beneath a UserError to it, as a note
 TAKE_FUNCTIONS = ("reward", "algorithm")  # sections with keys whose values may be functions
 # The key that is meant where a section is given one value in place of its keys.
 NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
@@ -105,7 +105,7 @@ def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]
         try:
             return function(*args, **kwargs)
         except UserError as error:
-            if os.environ.get(SHOW_TRACEBACK) == "1":
+            if shows_traceback():
                 error.add_note("".join(traceback.format_exception(error.__cause__ or error.__context__ or error)).rstrip())
             error.__context__ = None
             raise error.with_traceback(None) from None

@@ -1,12 +1,13 @@
 """Whose mistake an error is, for code that calls a library on the user's files and blames those files for whatever the library raises.
 
-Enters: an exception that was caught. Leaves: whether it says anything about the files. Guaranteed: neither torch nor a library of models is
-imported.
+Enters: an exception that was caught. Leaves: whether it says anything about the files, and whether a user wants to see what is behind it.
+Guaranteed: neither torch nor a library of models is imported.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import traceback
 
@@ -15,6 +16,11 @@ SERVING = frozenset({"torch", "triton", "numpy", *sys.stdlib_module_names})
 # How errors begin of what takes a GPU's memory beside torch's allocator: the driver, when kernels load or graphs are made, and cuBLAS.
 BESIDE_ALLOCATOR = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory")
 COMPILERS = ("triton.", "torch._dynamo.", "torch._inductor.")
+
+
+def shows_traceback() -> bool:
+    """Whether the user asks for the exceptions behind errors that are otherwise reported in their own words only."""
+    return os.environ.get("FULLTILT_TRACEBACK") == "1"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

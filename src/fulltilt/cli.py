@@ -31,6 +31,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.blame import shows_traceback
 from fulltilt.cluster.hosts import WorkerError
 from fulltilt.folders import RUN_MARKER
 from fulltilt.interrupts import interrupts_repeated
@@ -128,7 +129,7 @@ def main() -> None:
     except WorkerError as error:
         if error.worker_traceback:
             tell(error.worker_traceback.rstrip(), sys.stderr)
-        elif os.environ.get("FULLTILT_TRACEBACK") == "1":
+        elif shows_traceback():
             tell(traceback.format_exc().rstrip(), sys.stderr)
         tell(f"error: {error}", sys.stderr)
         sys.exit(1)
@@ -148,7 +149,7 @@ def main() -> None:
 
 def refuse(text: str) -> NoReturn:
     """End with an error that the user can fix. With FULLTILT_TRACEBACK=1 the exceptions behind it are shown too."""
-    if os.environ.get("FULLTILT_TRACEBACK") == "1":
+    if shows_traceback():
         tell(traceback.format_exc().rstrip(), sys.stderr)
     tell(f"error: {text}", sys.stderr)
     sys.exit(2)
