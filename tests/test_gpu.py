@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,35 +141,48 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
 
 
+def engine_that_fails(model: Any, folder: Path, fails: Callable[[int], None]) -> NativeEngine:
+    """`fails`: called with the size of each decode step, inside it, after it has computed."""
+    engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
+    step = engine.decoder._step
+
+    def step_that_fails(size: int, restricted: bool) -> None:
+        step(size, restricted)
+        fails(size)
+
+    engine.decoder._step = step_that_fails
+    return engine
+
+
+def sampled_by(engine: NativeEngine, count: int) -> list[list[int]]:
+    prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(count)]
+    groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+    return [sample.ids.tolist() for group in groups for sample in group.samples]
+
+
 @pytest.mark.parametrize("moment", ["before", "inside", "beside another"])
 def test_an_engine_without_memory_for_a_graph_decodes_fewer_samples(moment: str, model_folders) -> None:
     """`inside`: while the device records; `beside another`: the same, when the pool has a graph already. Samples are those of an engine
     with enough memory."""
     folder = model_folders("qwen2")
     model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
-    prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
     found = []
     for enough in (True, False):
-        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
-        step, decoder = engine.decoder._step, engine.decoder
 
-        def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
-            step(size, restricted)
+        def run_out(size: int, enough: bool = enough) -> None:
             if size > 2 and not enough and (moment == "before" or torch.cuda.is_current_stream_capturing()):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
+        engine = engine_that_fails(model, folder, run_out)
         if moment == "beside another":
-            collect(engine.generate, prompts[:2], Sampling(max_new_tokens=9), 7, lambda group: None)
-        decoder._step = run_out
-        groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
+            sampled_by(engine, 2)  # a graph of two samples, which is not refused
+        found.append(sampled_by(engine, 8))
         limits = engine.take_limits()
-        assert decoder.captures > 0 and decoder.eager_reason is None
+        assert engine.decoder.captures > 0 and engine.decoder.eager_reason is None
         assert (limits.max_seqs, len(limits.failures)) == ((8, 0) if enough else (2, 2))
-        found.append([sample.ids.tolist() for group in groups for sample in group.samples])
         if moment == "beside another":  # memory of the first graph was given to nobody else
             torch.cuda.empty_cache()
-            again = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
-            assert [sample.ids.tolist() for group in again for sample in group.samples] == found[-1]
+            assert sampled_by(engine, 8) == found[-1]
     assert found[0] == found[1]
 
 
@@ -177,22 +190,17 @@ def test_an_engine_without_memory_beside_the_allocator_decodes_without_graphs(mo
     """For a graph itself: fewer samples would not free any."""
     folder = model_folders("qwen2")
     model = load_model(ModelConfig(path=str(folder), dtype="float32"), GPU)
-    prompts = [Prompt(uid=i, ids=np.arange(5 + i) + 3, text="") for i in range(8)]
     found = []
     for enough in (True, False):
-        engine = engine_on(model, folder, EngineLimits(99, 16, 8, 128, cuda_graphs=True))
-        step, decoder = engine.decoder._step, engine.decoder
 
-        def run_out(size: int, restricted: bool, step: Any = step, enough: bool = enough) -> None:
-            step(size, restricted)
+        def run_out(size: int, enough: bool = enough) -> None:
             if not enough and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("CUDA error: out of memory")
 
-        decoder._step = run_out
+        engine = engine_that_fails(model, folder, run_out)
         with contextlib.nullcontext() if enough else pytest.warns(RunWarning, match="decoding runs without graphs.*out of memory"):
-            groups = collect(engine.generate, prompts, Sampling(max_new_tokens=9), 7, lambda group: None)
-        assert engine.take_limits().max_seqs == 8 and bool(decoder.captures) == enough
-        found.append([sample.ids.tolist() for group in groups for sample in group.samples])
+            found.append(sampled_by(engine, 8))
+        assert engine.take_limits().max_seqs == 8 and bool(engine.decoder.captures) == enough
     assert found[0] == found[1]
 
 
