@@ -107,7 +107,7 @@ class TableRow:
     ran: bool  # it has a measured number
     layout: str
     tokens: float | None = None  # tokens of a row, where the table gives them
-    unstated: frozenset[str] = frozenset()  # of "recompute" and "engine", what the table leaves out
+    unstated: frozenset[str] = frozenset()  # settings that the table leaves out: "recompute", "engine"
     adapted: bool = False  # what it leaves out was set so that the run fits
     mfu: float | None = None
 
@@ -307,8 +307,8 @@ def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | Non
 
 def as_it_fits(row: TableRow) -> TableRow:
     """What a table leaves out, as people set it who make a run fit: engines of as few GPUs as their weights and one sample need, and full
-    recompute where an update does not fit without it (verl's scripts recommend none as long as memory suffices). A run that ran out of
-    memory was not made to fit: it has no recompute that is not stated."""
+    recompute where an update does not fit without it (verl's scripts recommend none as long as memory suffices). A failed run of the
+    table, for which memory did not suffice, was not made to fit: recompute is assumed only where the table states it."""
     run = row.run
     if "engine" in row.unstated:
         sizes = (1 << power for power in range(run.cluster.gpus.bit_length()))
