@@ -460,15 +460,17 @@ OWN = {"0.5B": (137_000, 0.46), "1.5B": (70_000, 0.56), "7B": (25_700, 0.62)}
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_own_runs_on_one_device_are_predicted_without_having_been_fitted(name: str) -> None:
+def test_own_runs_on_one_device_are_predicted(name: str) -> None:
     run = run_of(
         shape=Shape.named(name), cluster=Cluster.parse("1xH200"), lengths=Lengths(512, 2048, 100, 401), layout=TrainLayout(),
         engine=EngineDescription(memory_share=0.8, own_copy=False), batch=BatchDescription(128, 8, 128, token_budget=16384),
         fused_head=True, fused_rope=True, system=FULLTILT,
     )  # fmt: skip
     speed, mfu = OWN[name]
-    assert run.batch.rows * 401 / seconds_of(run).generation.total == pytest.approx(speed, rel=0.2)
-    assert tables.ideal_seconds(run) / sum(pass_seconds(run, update_passes(run)).values()) == pytest.approx(mfu, rel=0.1)
+    own_speed = run.batch.rows * 401 / seconds_of(run).generation.total
+    own_mfu = tables.ideal_seconds(run) / sum(pass_seconds(run, update_passes(run)).values())
+    print(f"fulltilt on one H200, {name}: predicted {own_speed / 1000:.0f}k tokens/s and an MFU of {own_mfu:.2f}")
+    assert own_speed == pytest.approx(speed, rel=0.2) and own_mfu == pytest.approx(mfu, rel=0.1)
 
 
 @pytest.mark.parametrize("mean", [10, 600, 2000, 4000, 4096])
