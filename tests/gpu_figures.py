@@ -65,7 +65,7 @@ def predictions(model: str, prompts: int, samples: int, tokens: int, *tried: str
     command = ["-m", "fulltilt", "bench", "settings", "--turns", "1", "--quiet", "--out", "OUT"]
     sizes_on_cpu = ["--device", "cpu", "--prompts", "2", "--samples", "2", "--new-tokens", "8"]
     tiny = [*command, "--steps", "1", *sizes_on_cpu, "--try", "train.recompute=full"]
-    return Part([*command, "--steps", "3", "--model", model, *sizes, *tries], 240, tiny=tiny)
+    return Part([*command, "--steps", "2", "--model", model, *sizes, *tries], 240, tiny=tiny)
 
 
 def script(name: str, *parts: str, limit_s: int, together: bool = False, on_cpu: bool = True) -> Part:
@@ -85,10 +85,12 @@ PARTS: Mapping[str, Part] = {
     "predictions-0.5B": predictions(
         "0.5B", 24, 8, 768,
         "train.recompute=full", "actor.token_budget=16384 train.fused_head=false", "rollout.max_seqs=96 train.offload_optimizer=true",
+        "train.recompute=selective actor.token_budget=16384", "train.head_recompute=true rollout.max_seqs=160",
     ),
     "predictions-1.5B": predictions(
         "1.5B", 12, 8, 768,
         "train.recompute=selective actor.token_budget=8192", "rollout.max_seqs=48", "train.recompute=full train.offload_optimizer=true",
+        "train.head_recompute=true actor.token_budget=16384",
     ),
     "predictions-7B": predictions(
         "7B", 12, 4, 640, "train.recompute=full", "actor.token_budget=8192 train.fused_head=false", "rollout.max_seqs=24",
@@ -156,7 +158,8 @@ def start(name: str, part: Part, device: str, out: Path) -> Running:
     found = out / f"{name}.found"
     command = [str(found) if word == "OUT" else word for word in (part.command if device == "cuda" else part.tiny)]
     log = (out / f"{name}.log").open("w+b")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
