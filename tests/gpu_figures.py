@@ -58,14 +58,14 @@ class Running:
     begin: float
 
 
-def predictions(model: str, prompts: int, samples: int, tokens: int, *tried: str) -> Part:
+def predictions(model: str, prompts: int, samples: int, tokens: int, *tried: str, steps: int = 2) -> Part:
     """Settings whose sizes no constant of the models of memory and time was fitted to (docs/bench/predictions_fit.json, jobs.json)."""
     tries = [word for setting in tried for word in ("--try", setting)]
     sizes = ["--prompts", str(prompts), "--samples", str(samples), "--new-tokens", str(tokens)]
     command = ["-m", "fulltilt", "bench", "settings", "--turns", "1", "--quiet", "--out", "OUT"]
     sizes_on_cpu = ["--device", "cpu", "--prompts", "2", "--samples", "2", "--new-tokens", "8"]
     tiny = [*command, "--steps", "1", *sizes_on_cpu, "--try", "train.recompute=full"]
-    return Part([*command, "--steps", "2", "--model", model, *sizes, *tries], 240, tiny=tiny)
+    return Part([*command, "--steps", str(steps), "--model", model, *sizes, *tries], 300, tiny=tiny)
 
 
 def script(name: str, *parts: str, limit_s: int, together: bool = False, on_cpu: bool = True) -> Part:
@@ -93,7 +93,7 @@ PARTS: Mapping[str, Part] = {
         "train.head_recompute=true actor.token_budget=16384",
     ),
     "predictions-7B": predictions(
-        "7B", 12, 4, 640, "train.recompute=full", "actor.token_budget=8192 train.fused_head=false", "rollout.max_seqs=24",
+        "7B", 12, 4, 640, "train.recompute=full", "actor.token_budget=8192 train.fused_head=false", "rollout.max_seqs=24", steps=1,
     ),
     "predictions-2.7B-A0.5B": predictions(
         "2.7B-A0.5B", 20, 8, 448, "train.recompute=full", "actor.token_budget=8192", "train.offload_optimizer=true",
