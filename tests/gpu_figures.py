@@ -98,6 +98,12 @@ PARTS: Mapping[str, Part] = {
     "predictions-2.7B-A0.5B": predictions(
         "2.7B-A0.5B", 20, 8, 448, "train.recompute=full", "actor.token_budget=8192", "train.offload_optimizer=true",
     ),
+    "predictions-1.5B-short": predictions(
+        "1.5B", 20, 4, 512, "train.fused_head=false actor.token_budget=8192", "rollout.max_seqs=56 train.recompute=full", steps=1,
+    ),
+    "predictions-0.5B-short": predictions(
+        "0.5B", 28, 8, 576, "rollout.max_seqs=128", "train.recompute=full actor.token_budget=8192",
+    ),
     "control": script("gpu_control", limit_s=300),
     "long": script("gpu_parts", "long", limit_s=600),
 }  # fmt: skip

@@ -9,6 +9,7 @@ ones that take clearly longer the device. Of two rollouts of unlike lengths the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -20,8 +21,7 @@ from fulltilt.tune.probe import waiting_and_others
 from fulltilt.tune.time_model import OF_HOST, Passes, generation_seconds, pass_seconds
 
 # Times that the same launches take now more, now less, on a host that others use too. The models miss a device by as much: of 40 runs on an
-# H200 (docs/bench/predictions_jobs.json) they describe 37 within 15%, and predictions scaled by an earlier probe were that close in 20.
-# Within that, a factor of a few short passes is more likely their own error than the device's.
+# H200 (docs/bench/predictions_jobs.json) they describe 37 within 15%.
 NOISE = 1.15
 MOST = 4.0  # times that a measurement may move a model up or down: beyond that, something else was measured
 OF_STEPS = ("weights", "products", "keys and values", "sampling", "collectives", "short kernels", "launches")  # causes of decode steps
@@ -48,11 +48,11 @@ def of_updates(run: RunDescription, passes: Sequence[UpdatePass]) -> Calibration
         return AS_MODELLED
     waiting, others = waiting_and_others(timed)
     models = {own: seconds_of_pass(run, own) for own in timed}
-    host = beyond_noise(factor([(own.seconds or 0.0) / models[own][0] for own in waiting]))
-    device = factor([(own.seconds or 0.0) / models[own][1] for own in others])
+    host = believed([(own.seconds or 0.0) / models[own][0] for own in waiting])
+    device = [(own.seconds or 0.0) / models[own][1] for own in others]
     if not others:  # it has never been busy to the end: that it was no slower is all they say
-        device = factor([min(1.0, *((own.seconds or 0.0) / models[own][1] for own in waiting))])
-    return Calibration(host=host, passes=unless_noise(device))
+        device = [min(1.0, *((own.seconds or 0.0) / models[own][1] for own in waiting))]
+    return Calibration(host=host, passes=believed(device))
 
 
 def seconds_of_pass(run: RunDescription, own: UpdatePass) -> tuple[float, float]:
@@ -65,19 +65,11 @@ def seconds_of_pass(run: RunDescription, own: UpdatePass) -> tuple[float, float]
     return host, sum(found.values()) - host
 
 
-def beyond_noise(found: float) -> float:
-    """The part of a factor that a host's noise does not explain."""
-    return max(1.0, found / NOISE) if found > 1 else min(1.0, found * NOISE)
-
-
-def unless_noise(found: float) -> float:
-    """A factor of the device: 1 where noise explains it, and whole beyond that, for a device that is clearly another one is so in full."""
-    return 1.0 if 1 / NOISE <= found <= NOISE else found
-
-
-def factor(ratios: Sequence[float]) -> float:
-    """The factor that explains these ratios best; 1 where there are none."""
-    return max(1 / MOST, min(MOST, fmean(ratios))) if ratios else 1.0
+def believed(ratios: Sequence[float]) -> float:
+    """The factor for these ratios of measured and modelled seconds; 1 where there are none. Within noise the models may be wrong or the
+    measurement: a factor counts by half its logarithm there, and what goes beyond that counts whole."""
+    found = max(1 / MOST, min(MOST, fmean(ratios))) if ratios else 1.0
+    return found / math.sqrt(max(1 / NOISE, min(NOISE, found)))
 
 
 # ---- rollouts ----------------------------------------------------------------------------------------------------------------------------
@@ -91,7 +83,7 @@ def of_rollouts(run: RunDescription, rollouts: Sequence[RolloutPass]) -> Calibra
     (steps, others), (more, _) = steps_and_others(run, short), steps_and_others(run, long)
     if more <= steps:
         return run.calibration
-    decoding = unless_noise(factor([(long.decode_seconds - short.decode_seconds) / (more - steps)]))
+    decoding = believed([(long.decode_seconds - short.decode_seconds) / (more - steps)])
     return replace(run.calibration, decoding=decoding, rollout_s=max(0.0, short.seconds - short.decode_seconds - others))
 
 

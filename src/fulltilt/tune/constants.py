@@ -49,6 +49,22 @@ COLLECTIVE_LATENCY = 20e-6  # seconds of a small all-reduce between GPUs of a ma
 
 
 @dataclass(frozen=True)
+class LogitTraffic:
+    """Bytes that passes over whole logits read and write, for each of their numbers."""
+
+    forward: int  # log-probs
+    backward: int
+    entropy: int  # which every update measures
+    entropy_gradient: int  # more where the loss has it
+
+    def bytes(self, *, learns: bool, entropy: bool) -> int:
+        """Those of a pass. `entropy`: the loss has it."""
+        if not learns:
+            return self.forward
+        return self.forward + self.backward + self.entropy + entropy * self.entropy_gradient
+
+
+@dataclass(frozen=True)
 class SystemCosts:
     """What a system's host code costs, whatever the GPU. Rates are bytes per second; infinite: it does not happen."""
 
@@ -102,6 +118,7 @@ class SystemCosts:
     attention_token: float = 0.0  # seconds of decoding's attention for each token that one program reads after another
     attention_traffic: float = 1.0  # times the seconds of the bytes of keys and values, beside that
     host_token: float = 0.0  # seconds of the host for each token of a response: samples, texts, records
+    logits: LogitTraffic | None = None  # of a head that is not fused; None: `LOGIT_TRAFFIC` in each pass, and as much for the entropy
 
 
 VERL = SystemCosts()
@@ -112,6 +129,10 @@ FULLTILT = SystemCosts(
     expert_by_expert=False, engine_step=0.0, engine_sequence=0.0, engine_broadcast=0.0, tile=229, traffic=1.12, unfused_traffic=2.29,
     expert_traffic=1.37, gradient_traffic=8, stops_early=True, duplex=0.88, packs=True, graph_layer=32e-6, graph_unfused=84e-6,
     graph_experts=117e-6, attention_token=33.5e-9, attention_traffic=0.24, host_token=1.65e-6,
+    # Counted kernel by kernel in `model.heads.plain_logprobs`, whose logits are in float32. Forward: the product 4, the temperature 8,
+    # logsumexp 24 (maximum, difference, exponential, sum). Backward: logsumexp 24, the chosen ones 4, both together 12, temperature 8,
+    # products 10. Entropy: logsumexp 24, softmax 16, their product 12, its sum 4; its gradient 104, and the entropy a second time.
+    logits=LogitTraffic(forward=36, backward=58, entropy=56, entropy_gradient=160),
 )  # fmt: skip
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------------------

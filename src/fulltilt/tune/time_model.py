@@ -301,8 +301,10 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
     flops = 2 * shape.width * numbers * (FORWARD + (BACKWARD - frozen + again if passes.learns else 0))
     moved = 0.0
     if not run.fused_head:
-        entropy = run.entropy or not passes.learns
-        moved = numbers * c.LOGIT_TRAFFIC * (1 + passes.learns) * (1 + entropy)
+        if run.system.logits:
+            moved = numbers * run.system.logits.bytes(learns=passes.learns, entropy=run.entropy)
+        else:
+            moved = numbers * c.LOGIT_TRAFFIC * (1 + passes.learns) * (1 + (run.entropy or not passes.learns))
     return flops / (run.gpu.flops * run.gpu.matmul_share) + moved / (run.gpu.hbm * c.HBM_SHARE)
 
 
@@ -496,7 +498,7 @@ def copy_seconds(run: RunDescription, whole: int) -> float:
 
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
     """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
-    longest ones end alone."""
+    longest ones end alone. Samples of one length end together, and those that wait begin together: the last of them are fewer."""
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found = prefill_seconds(run, math.ceil(samples / running))
@@ -505,6 +507,12 @@ def generation_seconds(run: RunDescription) -> PhaseSeconds:
     if run.system.host_token and math.isinf(run.lengths.median):  # samples that end apart are recorded while others are decoded
         found["records"] = run.system.host_token * running * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
+    if math.isinf(run.lengths.median):
+        full, rest = divmod(samples, running)
+        for alive, times in ((running, full), (rest, 1)):
+            if alive:
+                add(found, times * mean, costs.step(alive, run.lengths.prompt + mean / 2))
+        return PhaseSeconds(found)
     if samples > running:
         full_steps = (samples - running) * mean / running
         add(found, full_steps, costs.step(running, run.lengths.prompt + mean / 2))
