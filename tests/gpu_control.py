@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_shards import measure
-from gpu_workers import Results, assembled, attempt, make, steps_of
+from gpu_workers import Results, assembled, attempt, make, measure, steps_of
 
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.rollout.engines.native import NativeEngine

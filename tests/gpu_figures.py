@@ -68,9 +68,9 @@ def predictions(model: str, prompts: int, samples: int, tokens: int, *tried: str
     return Part([*command, "--steps", str(steps), "--model", model, *sizes, *tries], 300, tiny=tiny)
 
 
-def script(name: str, *parts: str, limit_s: int, together: bool = False, on_cpu: bool = True) -> Part:
+def script(name: str, *parts: str, limit_s: int, together: bool = False) -> Part:
     command = [f"tests/{name}.py", "OUT", *parts]
-    return Part(command, limit_s, together, tiny=[*command, "--device", "cpu"] if on_cpu else ())
+    return Part(command, limit_s, together, tiny=[*command, "--device", "cpu"])
 
 
 def tests(chosen: str, limit_s: int, together: bool = False) -> Part:
@@ -81,7 +81,7 @@ def tests(chosen: str, limit_s: int, together: bool = False) -> Part:
 PARTS: Mapping[str, Part] = {
     "graphs": tests("graph or whole or leave_the_device", 240, together=True),
     "equal": script("gpu_parts", "equal", limit_s=240, together=True),
-    "workers": script("gpu_workers", "large", limit_s=240, on_cpu=False),
+    "workers": script("gpu_workers", "large", limit_s=240),
     "predictions-0.5B": predictions(
         "0.5B", 24, 8, 768,
         "train.recompute=full", "actor.token_budget=16384 train.fused_head=false", "rollout.max_seqs=96 train.offload_optimizer=true",

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_shards import Part, differences, measure
-from gpu_workers import Results, assembled, attempt, compare, make, steps_of, train_at_once
+from gpu_shards import differences
+from gpu_workers import Part, Results, assembled, attempt, compare, make, measure, steps_of, train_at_once
 
 from fulltilt.bench.step import make_language
 

@@ -15,23 +15,16 @@ Enters: a device. Leaves: for each part what it has measured:
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from gpu_workers import Results, assembled, attempt, compare, make, run_part, steps_of, train_at_once
+from gpu_workers import Part, Results, assembled, attempt, compare, make, measure, steps_of, train_at_once
 
-from fulltilt.bench import report
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import sampling_of
@@ -117,36 +110,7 @@ def make_large(folder: Path, device: str, **counts: int) -> Path:
     return make(folder, "0.5B", **counts) if device == "cuda" else make(folder, "small", device=device, new_tokens=24, **counts)
 
 
-Part = Callable[[Path, str, Results], None]
 PARTS: dict[str, Part] = {"equal": equal, "memory": memory, "queue": queue}
-
-
-def measure(description: str | None, parts: Mapping[str, Part]) -> None:
-    """Measure the parts that the command line names, or all of them, and write what was measured after every run. One that fails does not
-    keep the others from being measured."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    given = parser.parse_args()
-    os.environ["FULLTILT_SHARE_DEVICES"] = "1"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    document: dict[str, Any] = {"device": name, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
-    failed = False
-    with tempfile.TemporaryDirectory() as scratch:
-        for part in given.parts or parts:
-            own = document.setdefault(part, {})
-
-            def keep(run: str, result: dict[str, Any], own: dict[str, Any] = own) -> None:
-                own[run] = own.get(run, {}) | result
-                given.out.write_text(json.dumps(document, indent=1) + "\n")
-
-            keep("all", attempt(partial(run_part, parts[part], Path(scratch), given.device, keep)))
-            failed |= any("error" in each for each in own.values())
-            print(part, json.dumps(own)[:1500], flush=True)
-    if failed:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
     python tests/gpu_workers.py OUT.json                      # about 4 minutes on an H200
     python tests/gpu_workers.py OUT.json large                # one of the parts
+    python tests/gpu_workers.py OUT.json --device cpu         # tiny, to try the script
 
-Enters: a GPU. Leaves: for each run its metrics, and how its samples and its parameters differ from those of one process: `small`, a small
-model with deterministic kernels, one worker apart (NCCL, a group of one), two and four sharing the card (gloo); `large`, 0.5B, one worker
-apart twice, in turn with one process. What was measured is written after every run, and a run that fails, or takes longer than
-`DEADLINE_S`, is kept with its error. Every response has the same number of tokens, since random weights almost never draw an end token.
+Enters: a device. Leaves: for each run its metrics, and how it differs from one process:
+
+    small    a small model with deterministic kernels, one worker apart (NCCL, a group of one), two and four that share the card (gloo):
+             how samples and parameters differ.
+    large    0.5B, one process and one worker apart, step by step in turn: seconds of both, and the first divided by the second.
+
+What was measured is written after every run, and a run that fails, or takes longer than `DEADLINE_S`, is kept with its error. Every
+response has the same number of tokens, since random weights almost never draw an end token.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,7 +54,13 @@ SHOWN = (
 # The runs of the small model are on the card at the same time: what follows from free memory is fixed.
 SIZES = (f"rollout.kv_bytes={2**30}", "actor.token_budget=8192", "actor.forward_token_budget=8192")
 SMALL = ("run.deterministic=true", "run.steps=3", "train.lr=1e-5", "run.save_rollouts=64", *SIZES)
+# Neither of two runs on one card takes what the other needs.
+LARGE = (f"rollout.kv_bytes={12 * 2**30}", "actor.token_budget=16384", "actor.forward_token_budget=16384")
+STEPS = 9  # of each run, of which the first warms up
+TIMED = ("timing_s/gen", "timing_s/update_actor", "timing_s/step")
+EQUAL = ("actor/pg_loss", "critic/score/mean")
 Results = Callable[[str, dict[str, Any]], None]  # keeps what a run has measured, by its name, and writes it
+Part = Callable[[Path, str, Results], None]
 DEADLINE_S = 300.0  # of a run in processes of its own
 APART, TWO, FOUR = "cluster.processes=true", "cluster.workers=2", "cluster.workers=4"
 
@@ -142,48 +154,32 @@ def steps_of(parts: RunParts, shown: Sequence[str], steps: int, *, follows: bool
         yield {"seconds": time.perf_counter() - begin, **{name: value for name, value in found.items() if name.startswith(tuple(shown))}}
 
 
-def small(scratch: Path, found: Results) -> None:
-    folder = make(scratch / "small", "small", prompts=16, samples=4)
+def small(scratch: Path, device: str, found: Results) -> None:
+    folder = make(scratch / "small", "small", device=device, prompts=16, samples=4)
     runs = {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}
-    ended = train_at_once({name: (folder, (*SMALL, *own)) for name, own in runs.items()}, lambda name, own: found(f"small/{name}", own))
+    ended = train_at_once({name: (folder, (*SMALL, *own)) for name, own in runs.items()}, found)
     for name in ended if "one" in ended else ():
-        found(f"small/{name}", attempt(partial(compare, folder, "one", name)))
+        found(name, attempt(partial(compare, folder, "one", name)))
 
 
-def large(scratch: Path, found: Results) -> None:
-    """Steps without the starts and checkpoints of runs. The first step of each run captures and compiles."""
-    folder = make(scratch / "0.5B", "0.5B")
-    for turn in ("first", "second"):
-        for name, settings in {"one": (), "apart": (APART,)}.items():
-            found(f"0.5B/{name}, {turn}", attempt(partial(five_steps, folder, *settings)))
+def large(scratch: Path, device: str, found: Results) -> None:
+    """Steps without the starts and checkpoints of runs. Both runs are there at the same time and take turns step by step, so that a machine
+    which is slower for a while is slower for both."""
+    tiny: dict[str, Any] = {"device": device, "prompts": 4, "samples": 2, "new_tokens": 16}
+    folder = make(scratch / "large", "0.5B") if device == "cuda" else make(scratch / "large", "small", **tiny)
+    with assembled(folder, *LARGE, APART) as apart, assembled(folder, *LARGE) as one:
+        steps = {name: steps_of(parts, SHOWN, STEPS) for name, parts in {"one": one, "apart": apart}.items()}
+        lines: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
+        for number in range(STEPS):
+            for name in sorted(steps, reverse=number % 2 == 0):  # neither is always the first
+                lines[name].append(next(steps[name]))
+                found(name, {key: [round(line[key], 5) for line in lines[name]] for key in SHOWN if key in lines[name][0]})
+    seconds = {name: {key: median(line[key] for line in own[1:]) for key in TIMED} for name, own in lines.items()}
+    found("compared", {key: seconds["one"][key] / seconds["apart"][key] for key in TIMED})
+    found("compared", {f"equal {key}": [line[key] for line in lines["one"]] == [line[key] for line in lines["apart"]] for key in EQUAL})
 
 
-def five_steps(folder: Path, *settings: str) -> dict[str, Any]:
-    begin = time.perf_counter()
-    with assembled(folder, *settings) as parts:
-        started, lines = time.perf_counter() - begin, list(steps_of(parts, SHOWN, 5))
-    print(settings, json.dumps(lines), flush=True)
-    return {"start seconds": started, **{key: [round(line[key], 5) for line in lines] for key in SHOWN if key in lines[0]}}
-
-
-PARTS: dict[str, Callable[[Path, Results], None]] = {"small": small, "large": large}
-
-
-def main() -> None:
-    out, runs = Path(sys.argv[1]), dict[str, Any]()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    command = " ".join(["python tests/gpu_workers.py", *sys.argv[1:]])
-    about = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": commit(), "command": command}
-
-    def found(name: str, result: dict[str, Any]) -> None:
-        runs[name] = runs.get(name, {}) | result
-        out.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
-
-    with tempfile.TemporaryDirectory() as scratch:
-        for part in sys.argv[2:] or PARTS:
-            found(part, attempt(partial(run_part, PARTS[part], Path(scratch), found)))
-    if any("error" in run for run in runs.values()):
-        sys.exit(1)
+PARTS: dict[str, Part] = {"small": small, "large": large}
 
 
 def run_part(part: Callable[..., None], *given: Any) -> dict[str, Any]:
@@ -192,5 +188,33 @@ def run_part(part: Callable[..., None], *given: Any) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begin}
 
 
+def measure(description: str | None, parts: Mapping[str, Part]) -> None:
+    """Measure the parts that the command line names, or all of them, and write what was measured after every run. One that fails does not
+    keep the others from being measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    given = parser.parse_args()
+    os.environ["FULLTILT_SHARE_DEVICES"] = "1"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    document: dict[str, Any] = {"device": name, "versions": versions, "commit": commit(), "command": " ".join(sys.argv)}
+    failed = False
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in given.parts or parts:
+            own = document.setdefault(part, {})
+
+            def keep(run: str, result: dict[str, Any], own: dict[str, Any] = own) -> None:
+                own[run] = own.get(run, {}) | result
+                given.out.write_text(json.dumps(document, indent=1) + "\n")
+
+            keep("all", attempt(partial(run_part, parts[part], Path(scratch), given.device, keep)))
+            failed |= any("error" in each for each in own.values())
+            print(part, json.dumps(own)[:1500], flush=True)
+    if failed:
+        sys.exit(1)
+
+
 if __name__ == "__main__":
-    main()
+    measure(__doc__, PARTS)
