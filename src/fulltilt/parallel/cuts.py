@@ -183,11 +183,11 @@ def expert_counts(shape: Shape) -> list[int]:
 
 
 def whole_experts_in_rollouts(given: int | Literal["auto"], rollout: int, tensor: int, experts: int, shape: Shape) -> bool:
-    """Whether each of the `rollout` members that sample together has some of the experts whole, and not a part of every one.
+    """Return whether each of the `rollout` members that sample together has some whole experts, rather than a part of every expert.
 
-    `given`: the setting for it. `tensor`, `experts`: among how many members of a tensor-parallel group each layer that learns is divided,
-    and its experts are. `auto`: as these have them where both groups have equally many members, since the engine then reads what learns;
-    otherwise wherever the number of experts allows it, which keeps products wide.
+    `given`: the setting. `tensor`, `experts`: among how many members of a tensor-parallel group the layers of the model that learns are
+    divided, and their experts. `auto`: as in the model that learns, if both groups have equally many members, since the engine then reads
+    that model; otherwise wherever the number of experts allows it, which keeps products wide.
     """
     if rollout == 1 or not expert_counts(shape):
         return False
@@ -197,14 +197,14 @@ def whole_experts_in_rollouts(given: int | Literal["auto"], rollout: int, tensor
 
 
 def legal_sequence_sizes(shape: Shape, workers: int, parts: int = 1) -> list[int]:
-    """How many of the `workers` that have the same part of a model may share a micro-batch's tokens. `parts`: among how many each layer is
-    divided."""
+    """Return how many of the `workers` that have the same part of a model may share a micro-batch's tokens. `parts`: among how many workers
+    each layer is divided."""
     return sequence_sizes(((layer.heads // parts, max(1, layer.key_heads // parts)) for layer in shape.layers), workers)
 
 
 def sequence_sizes(heads: Iterable[tuple[int, int]], workers: int) -> list[int]:
-    """How many workers may share the tokens of a micro-batch (parallel/sequence.py). Of each layer, given by its heads and key heads, each
-    needs as many heads as the others, and key heads of its own or one that others have too.
+    """Return how many workers may share the tokens of a micro-batch (parallel/sequence.py). `heads`: heads and key heads of each layer.
+    Each worker needs equally many heads, and its own key heads or one that others have too.
 
     Example: layers of 12 heads and 2 key heads, 8 workers -> [1, 2, 4]
     """

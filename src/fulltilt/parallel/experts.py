@@ -145,9 +145,9 @@ class ExpertExchange:
         return weighted_sum(F.pad(results, (0, 0, 0, shares.numel())), shares).to(hidden_states.dtype)
 
     def _announce(self, module: Any, sent: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Tell each worker how many rows it gets for each of its experts [size, experts]. Returns how many come from each worker, and
-        the sums that go to each worker and come from it. A worker that has given the pass up keeps to what it told for this layer: others
-        expect the same where the layer is recomputed."""
+        """Tell each worker how many rows it gets for each of its experts [size, experts]. Returns how many come from each worker, and the
+        sums that go to each worker and come from it. A worker that has abandoned the pass repeats the numbers that it announced for this
+        layer, which others expect where the layer is recomputed."""
         progress = self.ranks.progress
         with progress.collective("announcement") as takes_part:
             if takes_part:
