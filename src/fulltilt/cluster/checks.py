@@ -1,4 +1,4 @@
-"""What a run refuses before its models load: settings without effect, data, folders of models, tokenizer, packages and device.
+"""Checks before a run's models load: settings without effect, data, folders of models, tokenizer, packages and device.
 
 Enters: a configuration and its algorithm. Leaves: `RunData`, the data and the tokenizer that read it. Guaranteed: every mistake is a
 UserError with its key and remedy, found without loading a model; `find_mistakes` looks at every part even if another one is wrong.

@@ -4,7 +4,7 @@ Its value is a list, separated by commas, of `ROLE.WHERE:NUMBER`, or `ROLE.WHERE
 `@WORKER` unless all workers shall fail. NUMBER counts from 1, since the worker was made:
 
     forward     passes with a gradient: in the model's last layer, before its results exist
-    backward    the same passes: when half of the gradients have been accumulated; where parameters are shared out, half of the layers'
+    backward    the same passes: when half of the gradients have been accumulated; where parameters are sharded, half of the layers'
     optimizer   optimizer steps: once gradients are summed over all workers, before the first parameter changes
     passes      passes without a gradient, in the same place
     collectives exchanges between workers inside passes, with and without a gradient and in rollouts: before they begin

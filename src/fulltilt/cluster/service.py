@@ -149,7 +149,7 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
 
 
 def unused_machines(config: Config, machines: int) -> str | None:
-    """Return the error for a run that has a cluster's address but does not say how many of its machines to use; None if there is none."""
+    """Return a note for a run that has a cluster's address but does not set how many of its machines to use; None if it needs none."""
     if machines == 1 or "nodes" in config.cluster.model_fields_set:
         return None
     used = f"the run uses 1 of the {machines} machines of the Ray cluster"
@@ -182,7 +182,7 @@ def wrong_cluster(config: Config) -> list[str]:
     try:
         device = choose_device(config.run.device)
         if not (is_joined() or open_address(config, device.type)):
-            return []  # the run starts a Ray of its own
+            return []  # the run starts its own Ray
         from fulltilt.cluster.ray import wrong_machines
 
         paths = model_paths(config, build(config))

@@ -2,13 +2,13 @@
 
 Enters: a role's model, or the states that an optimizer keeps per parameter. Leaves: the same tensors, on the device when they are used.
 
-`Residence` moves the parameters of a role, or this worker's shards of them. Device memory is given back, but every Parameter stays the same
+`Residence` moves the parameters of a role, or this worker's shards of them. Device memory is freed, but every Parameter stays the same
 object and every view of it a view: only the storage is emptied and filled. What this means on one device:
-  ref, reward model   they never change: one copy to the host for the whole run, later only device memory is given back;
+  ref, reward model   they never change: one copy to the host for the whole run, later only device memory is freed;
   critic              copied out again after an update;
   actor               may leave only while another role works, and not at all with CUDA graphs: graphs read parameters by address, and
-                      memory that was given back may belong to another tensor later. Reserving it would save nothing. Where workers share
-                      out parameters, an engine reads a whole copy of the actor, and its shards are away in rollouts too.
+                      memory that was freed may belong to another tensor later. Reserving it would save nothing. Where parameters
+                      are sharded, an engine reads a whole copy of the actor, and its shards are away in rollouts too.
 
 `States` holds an optimizer's states: on the device, or on the host and streamed in buckets through memory that is allocated once, so that
 the next bucket comes in and the previous one goes out while one is computed on.
