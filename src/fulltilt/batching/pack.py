@@ -158,7 +158,7 @@ def shortest(rows: Sequence[AnyRow]) -> int:
 
 
 def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence[np.ndarray], field: str) -> list[Row]:
-    """Puts one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
+    """Put one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
 
     `field` is one of ANNOTATED_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Splits the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
+    """Split the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
 
     Mini-batches differ by at most one group, the earlier ones being larger. With fewer groups than `count` there are fewer mini-batches: an
     empty one would still move the optimizer. Example: groups [0, 0, 1, 2, 2], 2 mini-batches -> [[0, 1, 2], [3, 4]]

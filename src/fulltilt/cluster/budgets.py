@@ -72,7 +72,7 @@ class LiveBudgets:
         self.most = planned  # limits above which no budget is raised; below the plan once memory has run out
         self.seen: dict[BudgetedWork, MicroBatchTokens] = {}  # largest micro-batches by kind of work, until the caller clears them
         self.say: Callable[[str], None] = warn
-        self.failures = 0  # how often memory ran out and the run went on, since the caller last set it to 0
+        self.failures = 0  # how often memory ran out and the run continued, since the caller last set it to 0
         self._sharing, self._several = sharing, workers > 1
 
     @property

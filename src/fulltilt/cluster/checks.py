@@ -97,7 +97,7 @@ class RunData(TextFacts):
     train: PromptSet | RowSet
     val: PromptSet | RowSet | None
     encoder: RewardEncoder | None  # writes texts for the reward model, if there is one
-    notes: tuple[str, ...]  # for the console
+    notes: tuple[str, ...]  # lines for the console
 
     @property
     def prompt_sets(self) -> dict[str, PromptSet]:

@@ -50,7 +50,7 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
 from fulltilt.words import joined, many
 
-# The roles whose phases are not the actor's. Phases between steps are everyone's.
+# Roles of phases that are not the actor's. Phases between steps involve all roles.
 PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
 OF_ALL_WORKERS = ("perf/gpu_utilization",)  # metrics to average over the workers; of all others, the largest value counts
 SomeRow = TypeVar("SomeRow", bound=AnyRow)
@@ -64,7 +64,7 @@ class AnnotatedRows:
     seconds: list[float]  # of passes, by worker; of workers that compute together, only the first
 
 
-# Micro-batches, a role's numbers for each unless workers hold the rows, how many pad tokens were computed, and the seconds of each worker.
+# Micro-batches; a role's numbers for each, unless workers hold the rows; the number of pad tokens; and the seconds of each worker.
 Passes = tuple[list[list[int]], list[np.ndarray], int, list[float]]
 Outcome = TypeVar("Outcome")
 Dealt = TypeVar("Dealt")
@@ -236,7 +236,7 @@ class Crew:
             for member in ranks if self._samplers > 1 else ():  # workers that have answered get no message
                 call.tell(member, StopSampling())
         found: dict[int, RolloutLimits] = {rank: each for rank, each in enumerate(call.results()) if each is not None}
-        if self.budgets.lower_rollout(found, self._samplers):  # on all engines, as in a run that resumes
+        if self.budgets.lower_rollout(found, self._samplers):  # on all engines, as in a run that resumes from a checkpoint
             self._limit_rollout()
 
     def rollout_stats(self) -> EngineStats:

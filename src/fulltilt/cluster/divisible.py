@@ -64,7 +64,7 @@ def why_not_divisible(config: Config, wanted: WantedDivision) -> str | None:
     if getattr(found, "auto_map", None) and not os.path.isdir(found.name_or_path):
         return None  # code from the hub runs only when the model is loaded, at the commit that the run has resolved
     learns = role == "actor" or (role == "critic" and settings.critic)
-    # An adapter that is loaded names its layers in files of its own.
+    # A loaded adapter names its layers in its own files.
     adapted = settings.rank > 0 and learns and settings.path is None and importlib.util.find_spec("peft") is not None
     adapters = settings.model_dump_json() if adapted else ""
     scalar, trusted = role in ("critic", "reward_model"), config.model.trust_remote_code

@@ -28,7 +28,7 @@ from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes
 
 CONNECT_S = 10.0
-GREETING = struct.Struct("<32sI")  # a secret that only workers of this run know, and the rank
+GREETING = struct.Struct("<32sI")  # format of a greeting: a secret that only workers of this run know, and the rank
 SHARED_MEMORY = Path("/dev/shm")
 # Packages whose version decides what a run computes, if installed: models, adapters, kernels, rewards, and readers of their files.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "triton", "liger-kernel", "math-verify")
@@ -71,7 +71,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SignsOfLife:
-    """What a worker's process shows without being asked."""
+    """Signs that a worker's process gives without being asked."""
 
     ended: bool = False
     active: bool = True  # as in `Child.is_active`; True if that was not asked

@@ -124,7 +124,7 @@ class WorkerOrder:
     writer: RewardEncoder | None = None  # writes samples for the reward model, on whichever worker that is
     probe: Probe | None = None  # measures updates on this device; None: nothing is measured
     commits: Mapping[str, str] = field(default_factory=dict)  # by hub name of a model, the commit that every worker reads
-    before: int | None = None  # how many workers the run had until it lost some; 0: none had loaded; None: this is no restart
+    before: int | None = None  # number of workers of the run until it lost some; 0: none had loaded; None: this is no restart
     only: str | None = None  # the only role of these workers; None: the actor, and all roles without workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
@@ -313,7 +313,7 @@ def make_worker(
     facts = replace(facts, division=division)
     planned = plan_roles(config, facts, kept)
     settings = planned.settings
-    # Everything that holds memory comes before memory is measured.
+    # All memory must be allocated before memory is measured.
     learners, several = set(learners_of(roles)), ranks.size > 1
     loaded = replicas(models, models.own.keys() - learners, grids, shared) if several else {}  # before some leave the device to make room
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
@@ -628,7 +628,8 @@ def make_account(device: torch.device, models: Models, made: RolesMade, engine: 
 
 def take_workspaces(trainer: Trainer) -> None:
     """Make one pass with its gradient over a few tokens. cuBLAS keeps memory for each thread that multiplies, and the backward pass has its
-    own thread: taken at the first update, that memory would be inside what the KV cache gave back, which then never fits whole again."""
+    own thread: if taken at the first update, that memory would lie inside memory freed by the KV cache, which then would never fit in one
+    piece again."""
     trainer.optimizer.prepare()
     trainer.role.nothing().backward()  # type: ignore[no-untyped-call]
     trainer.optimizer.zero_grad()

@@ -44,7 +44,7 @@ SHORT = 32  # short samples have this part of the largest micro-batch
 LEAST_TOKENS = 64
 REPEATS = 2  # rollouts, of which the fastest counts
 MOST_SECONDS = 15.0  # for updates of a role, after a first pass that may compile; rollouts have what the actor's updates leave
-RESPONSES = (16, 80)  # tokens of each response in the measured rollouts: their difference is decode steps alone
+RESPONSES = (16, 80)  # tokens of each response in the two measured rollouts, whose difference is decode steps only
 MOST_PROMPT_TOKENS = 32768  # of all prompts of a measured rollout together
 
 Found = TypeVar("Found")

@@ -54,10 +54,10 @@ from fulltilt.cluster.wire import (
 from fulltilt.records import RunWarning, UserError
 from fulltilt.words import joined
 
-LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
+LOOK_S = 0.25  # how often a wait checks for silence, and for deaths that the socket does not show
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
-LEAVE_S = 1.0  # how long workers may take to end by themselves
-HURRY_S = 15.0  # seconds after Ctrl-C in which a worker may do nothing
+LEAVE_S = 1.0  # how long workers may take to end on request
+HURRY_S = 15.0  # after Ctrl-C, seconds in which a worker may be idle before it counts as stuck
 STACK_S = 1.0  # how long workers may take to write their stacks
 MOST_NAMED = 4  # the most workers that a warning lists by number
 
@@ -144,7 +144,7 @@ class ProcessCall:
         self.sent = list(self.answered)
         self.silent_s = [0.0] * host.size  # seconds that the driver has waited for each worker without hearing from it
         self.waited_s = 0.0  # seconds waited since the driver last looked at all workers, not yet in `silent_s`
-        self.idle_s = [0.0] * host.size  # seconds of silence in which the worker did nothing; counted once the driver is in a hurry
+        self.idle_s = [0.0] * host.size  # seconds of silence in which the worker was idle; counted after `hurry`
         self.reported = [False] * host.size  # whether the worker's silence was reported
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes the thread that waits; the other fields say what is new
         self.cancelled = False

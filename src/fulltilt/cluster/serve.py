@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessInbox:
-    """Messages for one call: put by the thread that reads the socket, taken by the call. `send` gives the driver an item of the call."""
+    """Messages for one call: put by the thread that reads the socket, taken by the call. `send` sends the driver an item of the call."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self.send = send
@@ -174,7 +174,7 @@ class Server:
         self._worker = yield from produced(imported_and_called, (start.method, start.args), inbox)
         assert self._worker is not None
         gc.collect()
-        gc.freeze()  # what has been made stays as long as the process; looking through it would sometimes delay a step by 0.2 s
+        gc.freeze()  # objects made so far stay as long as the process; garbage collection over them would sometimes delay a step by 0.2 s
 
     def _send(self, message: Any) -> None:
         parts = pack(message)

@@ -56,7 +56,7 @@ class Service:
     nodes: int = 1  # number of machines with workers
     sharing: int = 1  # most workers on one device: all workers choose their backend and their memory by it
     functions: Mapping[str, UserCode] = field(default_factory=dict)  # functions given from Python, by name
-    teams: tuple[range, ...] = ()  # the ranks of workers with the same roles
+    teams: tuple[range, ...] = ()  # by team: ranks of the workers with the same roles
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def serve(service: Service, seat: Seat) -> Generator[str, None, ServedWorker]:
         ranks = join_team(seat.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
         parcels = None
         if service.nodes > 1:  # samples stay on the machine that drew them
-            # A group of its own: rows are sent while the others compute.
+            # A separate group: rows are sent while the others compute.
             parcels = Parcels(seat.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)

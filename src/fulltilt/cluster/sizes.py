@@ -63,8 +63,8 @@ def device_bytes(device: torch.device, ranks: Ranks) -> int:
 def find_division(
     config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, longest: int, *, sampled: bool, learns: bool = True
 ) -> Division:
-    """Among how many workers models are divided, found before they are loaded and on all workers alike. `roles`: those that have a model
-    here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
+    """Return among how many workers models are divided. It is found before models are loaded, with the same result on all workers. `roles`:
+    the roles that have a model here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, longest, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
     only = why_undivided(config, sampled=sampled)
     if device.type == "cuda" and ranks.size > 1:

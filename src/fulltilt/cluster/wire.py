@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OUT_OF_BAND = 16 * 2**10  # bytes from which a buffer is worth a system call of its own
+OUT_OF_BAND = 16 * 2**10  # bytes from which a buffer is sent by its own system call
 MOST_BUFFERS = 512  # in one system call; systems allow 1024
 SOCKET_BUFFER = 2**21  # bytes; the system may give less
 HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of buffers

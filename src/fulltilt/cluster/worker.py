@@ -204,7 +204,7 @@ class Residents:
         for role in roles:
             if role in self._residences:
                 if role == "actor" and not self._residences[role].on_device:
-                    # The actor stays through the rollout. Placed in memory that the KV cache has lent, it would keep the cache from it.
+                    # The actor stays through the rollout. In memory that the KV cache has lent, it would block the cache.
                     torch.cuda.empty_cache()
                 self._residences[role].to_device()
                 self._changed |= {role} if update else set()
@@ -404,7 +404,7 @@ class Worker:
             if releases_memory(self.config):
                 self.engine.release()
                 if self.shards and self.account.device.type == "cuda":
-                    # Gathers and reductions run in streams of their own, to which torch lends no memory that another stream has freed.
+                    # Gathers and reductions run in their own streams, for which torch does not reuse memory that another stream has freed.
                     torch.cuda.empty_cache()
 
     def limit_rollout(self, limits: RolloutLimits) -> None:

@@ -65,7 +65,7 @@ def tables_for(path: str, found: Checkpoint | None) -> dict[str, dict[str, Any]]
         of_model = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
         of_lora = {key.removeprefix("lora."): value for key, value in saved.items() if key.startswith("lora.") and key != "lora.critic"}
         if commit := found.state().get("commits", {}).get(of_model["path"]):
-            of_model["revision"] = commit  # of the base that the adapters were trained on
+            of_model["revision"] = commit  # the commit of the base that the adapters were trained on
         tables |= {"model": of_model, "lora": of_lora}
     return tables
 

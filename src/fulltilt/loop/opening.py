@@ -249,8 +249,8 @@ def prober_for(config: Config) -> Prober | None:
 
 @contextlib.contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and looking through them sometimes
-    delays a rollout by 0.2 s."""
+    """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and collecting garbage among them
+    sometimes delays a rollout by 0.2 s."""
     gc.collect()
     gc.freeze()
     try:

@@ -23,7 +23,7 @@ class ParameterSize:
     itemsize: int  # bytes of a number; below 4, a master is kept beside it
     learns: bool = True
     layer: int | None = None  # its decoder layer; None: it is outside the layers
-    follows: bool = False  # lies directly behind the parameter before it in memory
+    follows: bool = False  # follows the previous parameter in memory without a gap
     scores: bool = False  # belongs to the head of a critic or reward model, which computes in float32 or better
     apart: bool = False  # belongs to experts that workers divide among themselves; workers with the same experts shard it
     cut: bool = False  # one of several parts, which the members of a tensor-parallel group hold

@@ -71,7 +71,8 @@ class SequenceGroup:
 
 
 class Exchanged(torch.autograd.Function):
-    """[size, ...] -> [size, ...]: place i goes to worker i, and place i of the result is from worker i."""
+    """Exchanges places with other workers, [size, ...] -> [size, ...]: place i goes to worker i, and place i of the result is from worker
+    i."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -37,7 +37,7 @@ ROUTERS = ("gate", "shared_expert_gate")  # choose experts for all tokens on eve
 
 @dataclass(frozen=True)
 class SliceTable:
-    """How every parameter of a model is cut, by name: for loading, for gathering whole tensors, and for their gradients."""
+    """The cuts of a model's parameters, by name: for loading, for gathering whole tensors, and for their gradients."""
 
     size: int
     cuts: Mapping[str, Cut]

@@ -133,7 +133,7 @@ class RoleWork:
     batches: int = 0  # optimizer steps: mini-batches times epochs
     passes: int = 0  # with gradient, in all optimizer steps: of the worker with the most, up to which others run fillers
     scored: Sequence[int] = ()  # passes without gradient, one number per phase: of the worker with the most
-    synced: int = 0  # how often a rollout engine gets the new values
+    synced: int = 0  # how often a rollout engine gets new values
     parts: int = 1  # number of parts of parameters that the engine's model has whole, or in parts of another size
     sequence: SequenceWork | None = None  # given where groups of workers share micro-batches; `passes` and `scored` are then per group
     tensor: TensorWork | None = None  # given where groups of members divide layers: the same, and `workers` have the same part

@@ -249,7 +249,7 @@ class WorkerProcess:
 
     def _next_line(self, deadline: float) -> bytes:
         while b"\n" not in self._received and len(self._received) <= LARGEST_ANSWER:
-            # Past the deadline too: an answer that came while this thread was kept from running is an answer in time.
+            # Also past the deadline: an answer that arrived while this thread could not run is an answer in time.
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 arrived = self._socket.recv(2**18)

@@ -54,7 +54,7 @@ class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create,
     drawn: int  # number of tokens of the response so far
     seed: int
     blocks: Sequence[int]
-    forced: int | None = None  # the response gets exactly this many tokens, whether or not there are end tokens among them
+    forced: int | None = None  # draw exactly this many tokens, whether or not there are end tokens among them
 
 
 Drawn = tuple[list[int], list[float]]  # the new tokens of a row, and their log-probs

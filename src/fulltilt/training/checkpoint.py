@@ -67,7 +67,7 @@ CUTS = "cuts"  # in a file's metadata: the cut of each tensor of which the file 
 BEST = "best"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
-MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
+MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # room for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # bytes to hash at once
 FLUSH_BYTES = 64 * 2**20  # bytes to flush to the disk at once
 START_FLUSH, WAIT_FOR_FLUSH = 2, 7  # flags of Linux's sync_file_range
@@ -374,7 +374,7 @@ class CheckpointStore:
                 return Checkpoint(path, step)
             if path.exists():
                 self.skipped.append(f"{path}: {damage}")
-            else:  # a run that is still training has deleted it, and has newer ones
+            else:  # a run that is still training has deleted it, and has newer checkpoints
                 return self._first_intact(known, hashes)
         return None
 
@@ -457,8 +457,8 @@ class CheckpointStore:
                 self._delete(replaced)
 
     def _rotate(self, saved: int) -> None:
-        """Keep the checkpoint just saved, the next intact ones before it, and the best if it is intact; otherwise forget it. A later one,
-        from which a resumed run fell back, is deleted if damaged; otherwise it is the user's and stays."""
+        """Keep the checkpoint just saved, the next intact ones before it, and the best one if it is intact; otherwise forget which was
+        best. A later checkpoint, from which a resumed run fell back, is deleted if it is damaged; an intact one is the user's and stays."""
         with warn_if_refused(f"checkpoints beyond run.keep were not deleted from {self.folder} and still take space"):
             self._delete_all_but_kept(saved)
         if self.best and not self.holds(self.best.step):
@@ -488,8 +488,8 @@ class CheckpointStore:
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Copies in one memory of their own, which goes back to the system with the last of them: memory that `malloc` gives for tensors below
-    32 MiB may stay with the process. None where the system refuses so much memory."""
+    """Copy tensors into one separate memory, which returns to the system with the last of the copies: memory that `malloc` gives for
+    tensors below 32 MiB may stay with the process. Returns None if the system refuses so much memory."""
     sizes = [tensor.nbytes for tensor in tensors.values()]
     *begins, count = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     try:
