@@ -95,8 +95,8 @@ class Inbox(Protocol):
         """Return all messages since the last time, without waiting."""
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for a message, and return all since the last time. Returns none at the end of `timeout` seconds, or where the driver runs in
-        the same thread, so that none can arrive: a method that needs one must yield."""
+        """Wait for a message, and return all since the last time. Returns an empty list at the end of `timeout` seconds, or where the
+        driver runs in the same thread, so that none can arrive: a method that needs one must yield."""
 
     def send(self, item: Any) -> None:
         """Give the driver an item at once, in the middle of the method's computation. If the driver runs in the same thread, it gets the

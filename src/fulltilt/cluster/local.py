@@ -39,7 +39,7 @@ class Local:
 
 
 class LocalInbox:
-    """An inbox without messages: the driver cannot send any while the method runs in its thread."""
+    """Messages of the driver. It cannot send any while the method runs in its thread, so `wait` does not wait."""
 
     sign_s = None
 

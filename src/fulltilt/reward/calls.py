@@ -65,7 +65,8 @@ class CallQueue:
             self._changed.notify()
 
     def take(self, count: Callable[[Sequence[RewardCall]], int], *, wait: bool = True) -> list[RewardCall]:
-        """Return the first calls, `count` of those that are ready. Waits until there are any; returns none once the queue is closed."""
+        """Return the first calls, `count` of those that are ready. Waits until there are any; returns an empty list once the queue is
+        closed."""
         with self._changed:
             while not self._closed:
                 while self._later and self._later[0][0] <= time.monotonic():
