@@ -1,4 +1,4 @@
-"""The arithmetic that an update must do, from the sizes of a model and of samples.
+"""The arithmetic of an update, from the sizes of a model and of samples.
 
 Enters: a model's weights and attention layers, the lengths of samples, how many of their tokens are trained. Leaves: FLOPs of one forward
 and backward pass. Guaranteed: the formula of docs/bench.md and nothing else, so that no way of computing changes the number:
@@ -6,9 +6,9 @@ and backward pass. Guaranteed: the formula of docs/bench.md and nothing else, so
     3 x (2 x weights of the layers x tokens + 2 x weights of the head x trained tokens + 4 x query width x pairs, over all layers)
 
 Forward once, backward twice: a product has a gradient for each of its two factors. Each weight counts once, a tied one for its use as the
-head; the input embedding is looked up and not multiplied. A pair is a token and one that it may look at, itself included: about half the
-square of a sample's length. Recomputed parts, biases, norms and activation functions count nothing. A pass without gradient does a third,
-so micro-batches compare in the same way. Plain arithmetic, no torch.
+head; the input embedding is looked up and not multiplied. A pair is a token and a token that it may attend to, itself included: about half
+the square of a sample's length. Recomputed parts, biases, norms and activation functions count nothing. A pass without gradient does a
+third, so micro-batches compare in the same way. Plain arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PASSES = 3  # forward, gradient of what enters, gradient of the weights
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What tokens are multiplied with."""
+    """The sizes of a model that determine its arithmetic."""
 
-    layer_weights: int  # by every token; of experts those that a token is sent to
-    head_weights: int  # by every trained token
+    layer_weights: int  # that every token is multiplied with; for experts, only those that a token is sent to
+    head_weights: int  # that every trained token is multiplied with
     attention: tuple[tuple[int, int | None], ...]  # for each layer, query heads times their width, and the window or None
 
     @staticmethod
     def of_shape(shape: Shape, *, vocabulary_head: bool = True) -> ModelSize:
-        """The size of a model that need not be loaded. Without `vocabulary_head` the head gives one number, as a critic's does. Windows are
-        not part of a shape: every layer counts as looking at everything before a token."""
+        """Return the size of a model that need not be loaded. Without `vocabulary_head` the head computes one number, as a critic's does.
+        Windows are not part of a shape: every layer counts as attending to everything before a token."""
         return ModelSize(
             layer_weights=sum(layer_weights(shape)),
             head_weights=shape.width * (shape.vocabulary if vocabulary_head else 1),
@@ -41,7 +41,7 @@ class ModelSize:
 
 
 def layer_weights(shape: Shape) -> list[int]:
-    """For each layer, the weights that one token is multiplied with. A family that is not known counts as Llama's."""
+    """Return, for each layer, the number of weights that one token is multiplied with. An unknown family counts as Llama's."""
     known = replace(shape, family=shape.family or ModelFamily())
     found = []
     for layer in shape.layers:
@@ -65,13 +65,15 @@ class Flops:
 
 
 def pairs(length: int, window: int | None = None) -> int:
-    """Pairs of tokens that attend: each with itself and those before it in its window. Example: 4 tokens -> 1 + 2 + 3 + 4 = 10"""
+    """Count pairs of tokens in attention: each token with itself and those before it in its window. Example: 4 tokens -> 1 + 2 + 3 + 4 =
+    10"""
     looks = length if window is None else min(length, window)
     return looks * (looks + 1) // 2 + (length - looks) * looks
 
 
 def update_flops(size: ModelSize, lengths: Sequence[int], trained: int) -> Flops:
-    """`lengths`: tokens of each sample, prompt and response. `trained`: tokens of all of them that the head is run for."""
+    """Count the operations of an update. `lengths`: tokens of each sample, prompt and response. `trained`: number of all their tokens that
+    the head is run for."""
     seen = {window: sum(pairs(length, window) for length in lengths) for window in {window for _, window in size.attention}}
     return Flops(
         layers=PASSES * 2 * size.layer_weights * sum(lengths),

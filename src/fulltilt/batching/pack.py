@@ -1,10 +1,10 @@
 """Rows into packed micro-batches and per-token numbers back into rows.
 
 Enters: rows. Leaves: a `BatchPlan` (which rows go together, and each row's weight in the loss), and by it `MicroBatch` streams, each
-trained token with its share of the mini-batch's loss. Planning is the driver's, packing the worker's, which has only the rows that it
-computes. Guaranteed: shares are float64 and computed over the whole mini-batch before it is split, so a sum of share times number is the
-same for every split and every order of rows; a row without trained tokens has weight 0 and causes no division by zero; no row is lost or
-repeated, except for rows without an advantage where the caller asks to leave them out.
+trained token with its share of the mini-batch's loss. The driver plans; each worker packs, since it has only the rows that it computes.
+Guaranteed: shares are float64 and computed over the whole mini-batch before it is split, so a sum of share times number is the same for
+every split and every order of rows; a row without trained tokens has weight 0 and causes no division by zero; no row is lost or repeated,
+except for rows without an advantage where the caller asks to leave them out.
 
 There is no padding, unless packing is switched off to measure what it saves. Then every row of a micro-batch is padded at its end to the
 longest: pads are part of its document and come after all its tokens, so with causal attention no token sees them. Pads are computed,
@@ -31,19 +31,19 @@ PAD = 0  # a token that every vocabulary has; nothing reads its results
 class MicroSizing:
     """How large a micro-batch may be, in tokens or in samples, and whether its rows are packed or padded."""
 
-    token_budget: int  # pads included
-    micro_batch: int | None = None  # samples in each, without regard to the token budget; None: dynamic, up to the budget
+    token_budget: int  # including pads
+    micro_batch: int | None = None  # number of samples in each, regardless of the token budget; None: as many as fit the budget
     packing: bool = True  # False: every row is padded to the longest of its micro-batch
 
     def schedule(self, lengths: Sequence[int], workers: int = 1) -> list[list[int]]:
-        """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
-        its micro-batch. `workers`: how many share the micro-batches; it changes nothing where the user has set their samples."""
+        """Divide rows into micro-batches, as batching/schedule.py guarantees; without packing, every row counts as long as the longest in
+        its micro-batch. `workers`: how many divide the micro-batches; it has no effect where the user has set the number of samples."""
         if self.micro_batch is not None:
             return fixed(lengths, self.micro_batch, padded=not self.packing)
         return (fill if self.packing else fill_padded)(lengths, self.token_budget, workers)
 
 
-# Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
+# Functions for the share of one trained token, from rows of `trained` tokens each (all above 0) and the divisor of the normalised sum.
 AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "token-mean": lambda trained, length_norm: np.full(len(trained), 1.0 / trained.sum()),
     "token-sum": lambda trained, length_norm: np.ones(len(trained)),
@@ -54,7 +54,7 @@ AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 
 
 def weights(rows: Sequence[AnyRow], aggregation: str, length_norm: int) -> list[float]:
-    """For each row of a mini-batch, the share of each of its trained tokens in the loss; 0 for a row that has none.
+    """Return, for each row of a mini-batch, the share of each of its trained tokens in the loss; 0 for a row without any.
 
     "Sequences" are rows with at least one trained token. Example, 1 and 3 trained tokens, seq-mean-token-mean -> [1/2, 1/6]
     """
@@ -68,8 +68,8 @@ def weights(rows: Sequence[AnyRow], aggregation: str, length_norm: int) -> list[
 
 
 def pack(rows: Rows, indices: Sequence[int], row_weights: Weights | None = None, *, packing: bool = True) -> MicroBatch:
-    """The rows at `indices`, in that order, as one stream; `row_weights` has a number for each of these indices, and without it all weights
-    are 0, for passes that do not read them. Without packing each row is padded to the longest of them."""
+    """Pack the rows at `indices`, in that order, into one stream. `row_weights`: one weight per index; without it all weights are 0, for
+    passes that do not read them. Without `packing`, each row is padded to the longest of them."""
     chosen = [rows[index] for index in indices]
     assert chosen, "a micro-batch without rows"
     for row in chosen:
@@ -113,8 +113,8 @@ def plan_minibatch(
     rows: Sequence[AnyRow], indices: Sequence[int], aggregation: str, length_norm: int, micro: MicroSizing, *,
     advantage_alone: bool = False, workers: int = 1,
 ) -> BatchPlan:  # fmt: skip
-    """The rows at `indices` as one optimizer step, split into micro-batches for so many workers, largest first. `advantage_alone`: rows
-    without an advantage add nothing to the gradient and are not packed; they still count in the weights.
+    """Plan the rows at `indices` as one optimizer step, split into micro-batches for this many workers, largest first. `advantage_alone`:
+    whether only rows with an advantage are packed, because others add nothing to the gradient; all rows count in the weights.
 
     If no row has a trained token, trained_tokens is 0 and the micro-batches have empty weights: the loss is 0.
     """
@@ -140,25 +140,25 @@ def pack_plan(rows: Rows, plan: BatchPlan, *, packing: bool = True) -> MiniBatch
 
 
 def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False) -> MiniBatch:
-    """The rows of one optimizer step, planned and packed at once."""
+    """Plan and pack the rows of one optimizer step."""
     plan = plan_minibatch(rows, range(len(rows)), aggregation, length_norm, micro, advantage_alone=advantage_alone)
     return pack_plan(rows, plan, packing=micro.packing)
 
 
 def with_advantage(rows: Sequence[AnyRow]) -> list[int]:
-    """The indices of rows with an advantage other than 0."""
+    """Return the indices of rows with an advantage other than 0."""
     return [place for place, row in enumerate(rows) if row.teaches]
 
 
 def shortest(rows: Sequence[AnyRow]) -> int:
-    """The index of the shortest row that is trained on. If no row has an advantage, it alone is computed, so that the optimizer still takes
-    its step, by momentum."""
+    """Return the index of the shortest row that is trained on. If no row has an advantage, only this row is computed, so that the optimizer
+    still makes its step, by momentum."""
     trained = [place for place, row in enumerate(rows) if row.trained]
     return min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))
 
 
 def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence[np.ndarray], field: str) -> list[Row]:
-    """Puts one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
+    """Put one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
 
     `field` is one of ANNOTATED_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
@@ -169,7 +169,7 @@ def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence
 
 
 def numbers_of_rows(rows: Rows, plan: Sequence[Sequence[int]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
-    """The numbers of each row that is in a micro-batch, aligned with its `ids`."""
+    """Return the numbers of each row that is in a micro-batch, aligned with its `ids`."""
     found: dict[int, np.ndarray] = {}
     for indices, numbers in zip(plan, values, strict=True):
         counts = [rows[index].trained for index in indices]

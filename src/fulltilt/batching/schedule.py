@@ -1,5 +1,5 @@
-"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap; and which worker gets which micro-batches. No
-tensors, only lengths and costs.
+"""Division of rows into mini-batches of whole groups and micro-batches under a token cap, and of micro-batches among workers. No tensors,
+only lengths and costs.
 
 Enters: group numbers or lengths of rows, or costs of micro-batches. Leaves: lists of indices, ascending within each list. Guaranteed, for
 all functions:
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Splits the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
+    """Split the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
 
     Mini-batches differ by at most one group, the earlier ones being larger. With fewer groups than `count` there are fewer mini-batches: an
     empty one would still move the optimizer. Example: groups [0, 0, 1, 2, 2], 2 mini-batches -> [[0, 1, 2], [3, 4]]
@@ -44,8 +44,8 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
-    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full. With `multiple` workers there are
-    as many for each, where there are rows enough: otherwise most of them would wait for the one with the last micro-batch.
+    """Return micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full. With `multiple` workers,
+    each gets equally many if there are enough rows: otherwise most workers would wait for the one with the last micro-batch.
 
     Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]; for multiples of 2 -> [[1], [0], [2], [3]]
     """
@@ -63,7 +63,8 @@ def fill(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[in
 
 
 def _tightly(longest_first: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Each row into the fullest micro-batch that still takes it. Any two hold more than `budget` tokens together."""
+    """Put each row into the fullest micro-batch that still has room for it. Any two micro-batches hold more than `budget` tokens
+    together."""
     micro_batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens still free, micro-batch), ascending
     for row in longest_first:
@@ -80,7 +81,7 @@ def _tightly(longest_first: Sequence[int], lengths: Sequence[int], budget: int) 
 
 
 def _evenly(longest_first: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Each row into the emptiest of `count` micro-batches."""
+    """Put each row into the emptiest of `count` micro-batches."""
     micro_batches: list[list[int]] = [[] for _ in range(count)]
     taken = [(0, number) for number in range(count)]  # (tokens, micro-batch), a heap
     for row in longest_first:
@@ -91,7 +92,7 @@ def _evenly(longest_first: Sequence[int], lengths: Sequence[int], count: int) ->
 
 
 def _rounded_up(count: int, multiple: int, rows: int) -> int:
-    """The number of micro-batches that can be shared evenly, as far as there are rows for it."""
+    """Return the number of micro-batches that can be dealt evenly, but no more than there are rows."""
     assert multiple > 0, f"multiples of {multiple} micro-batches"
     return min(-(-count // multiple) * multiple, rows)
 
@@ -99,7 +100,7 @@ def _rounded_up(count: int, multiple: int, rows: int) -> int:
 def _cut_up(
     micro_batches: list[list[int]], count: int, size: Callable[[list[int]], int], halves: Callable[[list[int]], Halves]
 ) -> list[list[int]]:
-    """The same rows in `count` micro-batches: the largest that has several rows is cut in two, until there are enough."""
+    """Return the same rows in `count` micro-batches: the largest one with several rows is cut in two, until there are enough."""
     single = [rows for rows in micro_batches if len(rows) == 1]
     several = [(-size(rows), rows) for rows in micro_batches if len(rows) > 1]
     heapq.heapify(several)
@@ -113,8 +114,8 @@ def _cut_up(
 
 
 def fill_padded(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
-    """Like `fill`, for rows that are padded to the longest of their micro-batch; pads count. Rows of similar length go together, since
-    this needs the fewest pads.
+    """Return micro-batches like `fill`, for rows that are padded to the longest of their micro-batch; pads count. Rows of similar length go
+    together, since this needs the fewest pads.
 
     Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
     """
@@ -137,16 +138,16 @@ def fill_padded(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[
 
 
 def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list[list[int]]:
-    """Micro-batches of `samples` neighbouring rows each, whatever their lengths; the last may have fewer."""
+    """Return micro-batches of `samples` neighbouring rows each, whatever their lengths; the last may have fewer."""
     assert samples > 0, f"{samples} samples in a micro-batch"
     rows = range(len(lengths))
     return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)
 
 
 def distribute(costs: Sequence[float], workers: int, balance: bool = True, *, together: bool = False) -> list[list[int]]:
-    """Which micro-batches each worker gets: the costliest first, each to the worker with the least so far, so that all take about as long.
-    `together`: workers wait for one another in every micro-batch, so that those of about the same cost must run at the same time. Without
-    `balance` they go to the workers in turn. A single worker gets all in their order.
+    """Return each worker's micro-batches: the costliest are dealt first, each to the worker with the least cost so far, so that all workers
+    take about as long. `together`: whether workers wait for one another in every micro-batch, so that those of similar cost must run at the
+    same time. Without `balance`, workers get micro-batches in turn. A single worker gets all in their order.
 
     Example: costs [9, 7, 6, 5, 4], 2 workers -> [[0, 3], [1, 2, 4]]; in turn -> [[0, 2, 4], [1, 3]]
     """
@@ -165,7 +166,7 @@ def distribute(costs: Sequence[float], workers: int, balance: bool = True, *, to
 
 
 def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[Result]]) -> list[Result]:
-    """Results that workers gave, one for each micro-batch of their parts, in the order of the micro-batches."""
+    """Return the workers' results in the order of micro-batches. `found`: one result for each micro-batch of each worker's part."""
     pairs = [pair for part, own in zip(parts, found, strict=True) for pair in zip(part, own, strict=True)]
     results = dict(pairs)
     assert sorted(results) == list(range(len(pairs))), "a micro-batch is missing, or there twice"
@@ -173,8 +174,8 @@ def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[Result]]) 
 
 
 def spread(costs: Sequence[float], parts: Sequence[Sequence[int]], *, together: bool = False) -> float:
-    """The cost that everyone waits for over the mean of all workers: 1 if all have equally much. It is that of the worker with the most;
-    `together`: the sum of the costliest micro-batch of every pass."""
+    """Return the cost that everyone waits for, divided by the mean over the workers: 1 if all have equal costs. That is the cost of the
+    worker with most or, if workers compute `together`, the sum of each pass's costliest micro-batch."""
     own = [[costs[index] for index in part] for part in parts]
     slowest = sum(map(max, zip_longest(*own, fillvalue=0.0))) if together else max(map(sum, own))
     return slowest * len(own) / sum(costs) if sum(costs) else 1.0

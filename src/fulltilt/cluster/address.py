@@ -1,7 +1,7 @@
-"""The address of a Ray cluster, looked at without Ray: whether anything of it answers there.
+"""The address of a Ray cluster, checked without Ray: whether a cluster answers there.
 
-Enters: `cluster.address`. Leaves: HOST:PORT at which a Ray answers, or None where one is to be started on this machine. Guaranteed: an
-address at which none answers is refused within seconds, where Ray itself would end the program after a minute.
+Enters: `cluster.address`. Leaves: HOST:PORT of a Ray cluster that answers, or None if the run is to start one on this machine. Guaranteed:
+an address at which no cluster answers is refused within seconds, where Ray itself would end the program after a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0
 
 
 def find_cluster(address: str, nodes: int) -> str | None:
-    """HOST:PORT of a cluster that answers; None: with one machine, `auto` starts a Ray of its own where none runs."""
+    """Return HOST:PORT of a cluster that answers. None: `auto` on one machine where no Ray runs, so the run starts its own."""
     if "://" in address:
         raise UserError(f"cluster.address: {address} is not HOST:PORT. Start the run on a machine of the cluster, with its address or auto")
     found = address if address != "auto" else current_cluster()
@@ -35,13 +35,13 @@ def find_cluster(address: str, nodes: int) -> str | None:
 
 
 def is_joined() -> bool:
-    """Whether the program that has called this one is part of a cluster, which is then used, whatever the address."""
+    """Return whether the calling program is part of a cluster, which is then used, whatever the address."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
 
 def current_cluster() -> str | None:
-    """The cluster that Ray itself would find from here. One that is gone may have left its address behind."""
+    """Return the address of the cluster that Ray itself would find from here. A cluster that is gone may have left its address behind."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
     with contextlib.suppress(OSError, UserError):

@@ -1,8 +1,8 @@
-"""Signs of life of a worker whose call has nothing to tell for long, such as one that loads models or writes a checkpoint.
+"""Signs of life of a worker whose call is long without a result, such as one that loads models or writes a checkpoint.
 
-Enters: the inbox of the call, and what the call has done so far, as a number that only grows. Leaves: None as an item for the driver every
-so often, as long as that number has grown since the last look. Guaranteed: a call that hangs sends none, so that it is reported and given
-up; where the driver runs in the same process, no thread is started and nothing is sent.
+Enters: the inbox of the call, and a number that grows with its work. Leaves: None as an item for the driver, at intervals, as long as that
+number has grown since the last look. Guaranteed: a call that hangs sends none, so that it is reported and ended; where the driver runs in
+the same process, no thread is started and nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 from fulltilt.cluster.hosts import Inbox
 
-PAGES = 16  # brought into memory between two looks: one that only waits touches a new one now and then
+PAGES = 16  # brought into memory between two looks: a process that only waits touches a new page now and then
 LARGE_PAGE = 2**21  # bytes
 MOVED_BYTES = 2**16  # read and written between two looks
-SYSTEM_S = 0.02  # processor time that the system has used between two looks: a single call may write for minutes
+SYSTEM_S = 0.02  # processor time of the system between two looks: a single call may write for minutes
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Signs:
-    """Sends a sign of life, but not more often than the driver needs them."""
+    """Sends signs of life, but no more often than the driver needs them."""
 
     def __init__(self, send: Callable[[None], None], interval_s: float) -> None:
         self._send, self._interval_s, self._sent = send, interval_s, time.monotonic()
@@ -37,17 +37,17 @@ class Signs:
 
 
 def no_signs() -> None:
-    """Where nobody waits for them."""
+    """Send nothing, where nobody waits for signs."""
 
 
 def signs_for(inbox: Inbox | None) -> Callable[[], None]:
-    """A function to call after each piece of work, however small."""
+    """Return a function that may send a sign. Call it after each piece of work, however small."""
     return no_signs if inbox is None or inbox.sign_s is None else Signs(inbox.send, inbox.sign_s)
 
 
 @contextlib.contextmanager
 def signs_of_progress(inbox: Inbox | None, work: Callable[[], float]) -> Iterator[None]:
-    """Have a thread send a sign every so often. `work`: what has been done so far; 1 more is enough for a sign."""
+    """Send signs from a thread while work progresses. `work`: returns a number that grows; growth by 1 is enough for a sign."""
     if inbox is None or inbox.sign_s is None:
         yield
         return
@@ -71,10 +71,10 @@ def signs_of_progress(inbox: Inbox | None, work: Callable[[], float]) -> Iterato
 
 
 class LoadedBytes:
-    """What this process has brought into its memory: read from files, as modules and weights are, or filled anew.
+    """Counts what this process has brought into its memory: read from files, as modules and weights are, or newly filled.
 
-    The kernel brings in 64 KiB of a cached file with one fault, or 2 MiB where its cache has pages of that size. So faults alone would take
-    a worker for dead that reads a few megabytes a second; what is resident grows with every one of them.
+    The kernel brings in 64 KiB of a cached file with one fault, or 2 MiB where its cache has pages of that size. So a worker that reads a
+    few megabytes a second would seem dead by faults alone; its resident memory grows with every fault.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,13 @@ class LoadedBytes:
 def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # not on Linux: faults alone count
+    except OSError:  # not on Linux: only faults count
         return 0
 
 
 class Written:
-    """What the thread that makes it has read, written and brought into memory. Computing does not count: waiting may look the same."""
+    """Counts what the thread that makes this object has read, written and brought into memory. Computing does not count: waiting may look
+    the same."""
 
     def __init__(self) -> None:
         self._thread, self._loaded = Path(f"/proc/self/task/{threading.get_native_id()}"), LoadedBytes()
@@ -110,7 +111,7 @@ class Written:
         return faults / PAGES + system_s / SYSTEM_S + self._moved_bytes() / MOVED_BYTES
 
     def _moved_bytes(self) -> int:
-        """By calls of the system, whatever became of them. Not every system counts them."""
+        """Return the bytes of read and write calls, whatever became of them. Not every system counts them."""
         try:
             counts = dict(line.split(": ") for line in (self._thread / "io").read_text().splitlines())
         except OSError:

@@ -1,8 +1,8 @@
 """Assembly of a run: training, with rewards or supervised, evaluation, or generation alone.
 
 Enters: a configuration, and the checkpoint to resume from if any. Leaves: `RunParts`, loaded, verified and planned, with the workers that
-have everything that knows a device. Guaranteed: mistakes in reward, data and model are found in that order (cheapest first) before
-anything is written.
+hold everything on devices. Guaranteed: mistakes in reward, data and model are found in that order (cheapest first) before anything is
+written.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import joined, many
 
-StartHosts = Callable[[WorkerOrder, torch.device, int], Hosts]  # so many workers, on this machine
+StartHosts = Callable[[WorkerOrder, torch.device, int], Hosts]  # starts this many workers on this machine
 
 
 @dataclass(frozen=True, eq=False)
 class RunParts:
-    """A run, ready for its first step: what decides on this side, and the workers that compute."""
+    """A run, ready for its first step: the parts that decide, and the workers that compute."""
 
     algorithm: Algorithm
     plan: Plan
@@ -79,7 +79,7 @@ class RunParts:
 
     @property
     def worker(self) -> Worker:
-        """The worker of a run that has one, in this process."""
+        """The only worker, of a run in this process."""
         return self.crew.worker
 
     def close(self) -> None:
@@ -92,8 +92,8 @@ class RunParts:
 
 @contextlib.contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """Undo what a run changes in torch's own settings, so that neither the next run of the process nor its own code computes differently:
-    the number of threads, deterministic kernels, and oneDNN, which torch turns off for good where it has no kernel for a dtype."""
+    """Undo a run's changes to torch's own settings, so that the process's next run and its own code compute as before: the number of
+    threads, deterministic kernels, and oneDNN, which torch turns off for good where it has no kernel for a dtype."""
     threads, debug_mode, onednn = torch.get_num_threads(), torch.get_deterministic_debug_mode(), torch.backends.mkldnn.enabled
     try:
         yield
@@ -107,11 +107,10 @@ def assemble(
     config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None,
     probe: Probe | None = None, before: int | None = None,
 ) -> RunParts:  # fmt: skip
-    """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
-    what starts several workers of this machine, if not new processes. `probe`: finds what updates take on the device. `before`: as in a
-    `WorkerOrder`."""
+    """Assemble a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`: starts
+    several workers on this machine, if not as new processes. `probe`: measures updates on the device. `before`: as in a `WorkerOrder`."""
     if before and not config.cluster.address and count_workers(config, choose_device(config.run.device).type) == 1:
-        # The only device that is left: its worker may be lost too, and only one in a process of its own can be started again.
+        # The only device left: its worker may be lost too, and only a worker in its own process can be started again.
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"processes": True})})
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
@@ -120,7 +119,7 @@ def assemble(
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
-    """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
+    """Assemble the parts that validation needs: no role learns, and settings that only training would refuse become notes."""
     algorithm = build(config)
     kind = choose_device(config.run.device).type
     device = open_device(config, [*wrong_rollout(config, kind), *wrong_workers(config, algorithm, kind)])
@@ -130,7 +129,7 @@ def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> Run
 
 
 def on_one_worker(config: Config) -> Config:
-    """The configuration without what only several workers obey, of a run that may have had them."""
+    """Return the configuration without settings that only several workers obey."""
     own = {"sequence_parallel": 1, "tensor_parallel": None, "expert_parallel": None}
     alone = {name: getattr(config, name).model_copy(update=own) for name in ("ref", "critic", "reward_model")}
     train = config.train.model_copy(update={"sequence_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1})
@@ -139,7 +138,7 @@ def on_one_worker(config: Config) -> Config:
 
 
 def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, resume: Checkpoint | None = None) -> Crew:
-    """A worker that only samples, from prompts of at most `longest` tokens: no data, no reward, no role that learns."""
+    """Make a worker that only samples, from prompts of at most `longest` tokens: no data, no reward, no role that learns."""
     config, algorithm = on_one_worker(config), build(config)
     device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
     check_lengths(config, algorithm, longest)
@@ -151,7 +150,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
 
 
 def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
-    """The device of a run, unless its settings are refused before anything loads."""
+    """Choose the device of a run, after refusing `mistakes` in its settings before anything loads."""
     device = choose_device(config.run.device)
     refuse(mistakes)
     if config.run.deterministic and device.type == "cuda":
@@ -164,7 +163,7 @@ def put_together(
     resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None, probe: Probe | None = None, *,
     before: int | None = None,
 ) -> RunParts:  # fmt: skip
-    """The parts of a run. `roles`: those of a training run, none if nothing learns."""
+    """Assemble the parts of a run. `roles`: the roles of a training run; empty if nothing learns."""
     open_address(config, device.type)
     paths = model_paths(config, algorithm, learns=bool(roles))
     with contextlib.ExitStack() as on_error, contextlib.ExitStack() as pinned:
@@ -173,7 +172,7 @@ def put_together(
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
-        commits = commits_of_models(config, paths)  # asks the hub: what is wrong here has been told by now
+        commits = commits_of_models(config, paths)  # asks the hub, after all mistakes here have been reported
         pinned.enter_context(at_commits(commits))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
@@ -187,7 +186,7 @@ def put_together(
         digests = data.train.digest(), data.val.digest() if data.val else None
         samples: Samples | None = SamplesHere(config, algorithm, crew, reward, data.encoder) if reward else None
         if reward and crew.holds_samples:
-            reward.close()  # the workers have their own
+            reward.close()  # the workers have their own processes
             samples = SamplesThere(config, algorithm, crew, data.encoder, write_errors=bool(roles))
         parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, commits, notes)
         on_error.pop_all()
@@ -206,7 +205,7 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
 
 
 def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str], start: StartHosts | None) -> Crew:
-    """The workers that the configuration asks for, each with its models loaded. `paths`: the settings that name models."""
+    """Make the workers that the configuration asks for, each with its models loaded. `paths`: the settings that name models."""
     hosts = open_hosts(order, algorithm, device, paths, start)
     try:
         crew = Crew(order.config, algorithm, hosts)
@@ -227,6 +226,6 @@ def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, p
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
     size = count_workers(order.config, device.type)
-    size = min(size, order.before or size)  # a restart goes on with no more than it had
+    size = min(size, order.before or size)  # a restart has no more workers than before
     apart = size > 1 or order.config.cluster.processes
     return (start or start_processes)(order, device, size) if apart else Local(load_worker(order, algorithm, device))

@@ -1,7 +1,7 @@
-"""The budgets of a run as they are now: those of its plan, until memory runs out or measurements say otherwise.
+"""The current budgets of a run: those of its plan, until memory runs out or measurements change them.
 
-Enters: the plan's budgets, and where memory ran out. Leaves: how large micro-batches are, and one line for the user about each change.
-Guaranteed: a budget says only which rows are computed together, so no gradient depends on it; one that was lowered stays so, also in a run
+Enters: the plan's budgets, and where memory ran out. Leaves: sizes of micro-batches, and one line for the user about each change.
+Guaranteed: a budget says only which rows are computed together, so no gradient depends on it; a lowered budget stays low, also in a run
 that resumes from a checkpoint; memory that runs out `MOST_FAILURES` times in a row for the same work ends the run with an error that names
 the settings that would help.
 """
@@ -39,14 +39,14 @@ def warn(text: str) -> None:
 
 @dataclass(frozen=True)
 class BudgetedWork:
-    """The updates of a role, or its passes without gradient."""
+    """One kind of work of a role: its updates, or its passes without gradient."""
 
     role: str
     learns: bool
 
     @property
     def budget(self) -> str:
-        """The name of its token budget."""
+        """The name of the token budget for this work."""
         return (UPDATES if self.learns else PASSES)[self.role]
 
     @property
@@ -56,8 +56,8 @@ class BudgetedWork:
 
 @dataclass(frozen=True)
 class MicroBatchTokens:
-    largest: int  # tokens of the largest micro-batch, of each worker that computes it
-    longest: int  # tokens of the longest row
+    largest: int  # tokens of the largest micro-batch, per worker that computes it
+    longest: int  # tokens of the longest row, per worker
 
 
 def differing(budgets: Budgets, planned: Budgets) -> dict[str, int]:
@@ -69,30 +69,30 @@ class LiveBudgets:
     def __init__(self, config: Config, planned: Budgets, sharing: Mapping[str, int], workers: int) -> None:
         """`sharing`: how many workers compute a role's micro-batch together."""
         self.config, self.planned, self.now = config, planned, planned
-        self.most = planned  # above which no budget is raised: less than planned once memory ran out
-        self.seen: dict[BudgetedWork, MicroBatchTokens] = {}  # since the caller cleared it
+        self.most = planned  # limits above which no budget is raised; below the plan once memory has run out
+        self.seen: dict[BudgetedWork, MicroBatchTokens] = {}  # largest micro-batches by kind of work, until the caller clears them
         self.say: Callable[[str], None] = warn
-        self.failures = 0  # how often memory ran out and the run went on, since the caller last set it to 0
+        self.failures = 0  # how often memory ran out and the run continued, since the caller last set it to 0
         self._sharing, self._several = sharing, workers > 1
 
     @property
     def changed(self) -> dict[str, int]:
-        """Those that are not as planned, for a checkpoint."""
+        """The budgets that differ from the plan, for a checkpoint."""
         return differing(self.now, self.planned)
 
     @property
     def lowered(self) -> dict[str, int]:
-        """Those that may not be as large as planned any more, for a checkpoint."""
+        """The limits that are below the plan, for a checkpoint."""
         return differing(self.most, self.planned)
 
     def use(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
-        """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
+        """Use other budgets than the planned ones. `lowered`: budgets with which memory ran out, and the most they may now be."""
         self.now = replace(self.now, **changed)
         self.most = replace(self.most, **(lowered or {}))
 
     def by_auto(self, work: BudgetedWork) -> bool:
-        """Whether nobody has set the sizes of these micro-batches."""
-        roles = ("actor", "critic") if work.role == "critic" else (work.role,)  # the critic's follow from the actor's
+        """Return whether all sizes of these micro-batches are left to fulltilt."""
+        roles = ("actor", "critic") if work.role == "critic" else (work.role,)  # the critic's sizes follow from the actor's
         keys = ("micro_batch", "token_budget", "forward_token_budget")
         return all(getattr(getattr(self.config, role), key, None) in (None, "auto") for role in roles for key in keys)
 
@@ -108,8 +108,8 @@ class LiveBudgets:
     def lower(
         self, work: BudgetedWork, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]], failed: Mapping[int, str], failures: int
     ) -> None:
-        """Lower the token budget so that these micro-batches become smaller, in one of which memory ran out. `lengths`: tokens of each row.
-        `failed`: by worker, what was reported; empty if another one ran out. `failures`: how often in a row."""
+        """Lower the token budget to make these micro-batches smaller, after memory ran out in one of them. `lengths`: tokens of each row.
+        `failed`: what each worker reported; empty if it was another worker that ran out. `failures`: how often memory ran out in a row."""
         self.failures += 1
         rank, reported = next(((rank, text) for rank, text in failed.items() if text), next(iter(failed.items())))
         where = f" on worker {rank}" if self._several else ""
@@ -131,8 +131,8 @@ class LiveBudgets:
         self.say(f"out of memory in {work.phase}{where}: {reported.rstrip('.')}. {change}, and {again} computed again")
 
     def lower_rollout(self, found: Mapping[int, RolloutLimits], together: int = 1) -> bool:
-        """Lower the limits of rollout to what engines could keep in memory, by worker. `together`: how many workers form an engine, each of
-        which tells the same limits. Returns whether anything has changed."""
+        """Lower the limits of rollouts to what engines could keep in memory. `found`: limits by worker. `together`: how many workers form
+        an engine, all with the same limits. Returns whether anything has changed."""
         failures = {rank: own for rank, each in found.items() if (own := list(filter(None, each.failures)))}
         self.failures += sum(len(each.failures) for each in found.values()) // together
         before = self.now
@@ -151,8 +151,8 @@ class LiveBudgets:
 
 
 def smaller_budget(sizing: MicroSizing, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> int | None:
-    """About half the tokens of the largest micro-batch, so that it is cut in two, but no fewer than its longest row has. None: it has one
-    row, or as many as the user has set.
+    """Return about half the tokens of the largest micro-batch, so that it is cut in two, but no fewer than its longest row has. Returns
+    None if it has one row, or as many rows as the user has set.
 
     Example: lengths [5, 9, 4, 3], micro-batches [[1, 0], [2, 3]] -> 9; [[2, 3], [0], [1]] -> None
     """

@@ -1,4 +1,4 @@
-"""What a run refuses before its models load: settings without effect, data, folders of models, tokenizer, packages and device.
+"""Checks before a run's models load: settings without effect, data, folders of models, tokenizer, packages and device.
 
 Enters: a configuration and its algorithm. Leaves: `RunData`, the data and the tokenizer that read it. Guaranteed: every mistake is a
 UserError with its key and remedy, found without loading a model; `find_mistakes` looks at every part even if another one is wrong.
@@ -71,8 +71,8 @@ from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, listed, many
 
 WAITS = "a micro-batch of one worker alone would wait for the others"
-ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often in every row
-# Reasons that messages give.
+ROWS_TOLD = 5  # most bad rows of a data set that messages name: a mistake is often in every row
+# Reasons for messages.
 NO_COPIES = (
     "its groups must be copies of one another, or norms of gradients would be wrong and checkpoints incomplete, and the shards of divided "
     "experts are spread over all groups"
@@ -82,7 +82,7 @@ EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each 
 
 @dataclass(frozen=True, eq=False)
 class TextFacts:
-    """What a worker must know of tokenizer and data."""
+    """Facts about tokenizer and data that a worker needs."""
 
     tokenizer: PreTrainedTokenizerBase
     ends: frozenset[int]  # tokens that end a response
@@ -92,27 +92,27 @@ class TextFacts:
 
 @dataclass(frozen=True, eq=False)
 class RunData(TextFacts):
-    """The data of a run; for an evaluation, `train` is its validation data too."""
+    """The data of a run. In an evaluation, `train` is its validation data too."""
 
     train: PromptSet | RowSet
     val: PromptSet | RowSet | None
-    encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
-    notes: tuple[str, ...]  # for the console
+    encoder: RewardEncoder | None  # writes texts for the reward model, if there is one
+    notes: tuple[str, ...]  # lines for the console
 
     @property
     def prompt_sets(self) -> dict[str, PromptSet]:
-        """The data sets with prompts, by the keys that name them."""
+        """The data sets that have prompts, by the settings that name them."""
         sets = {"data.val": self.val} if self.train is self.val else {"data.train": self.train, "data.val": self.val}
         return {key: each for key, each in sets.items() if isinstance(each, PromptSet)}
 
 
 @dataclass(frozen=True, eq=False)
 class TextCodec:
-    """What turns a configuration's prompts into tokens and back."""
+    """Turns a configuration's prompts into tokens and back."""
 
     tokenizer: PreTrainedTokenizerBase
     encoder: PromptEncoder
-    limit: int | None  # positions that the model was made for
+    limit: int | None  # the model's positions
 
     @classmethod
     def of(cls, config: Config, remedy: str = TEMPLATE_REMEDY) -> TextCodec:
@@ -127,12 +127,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_mistakes(config: Config, wrong_rows: Callable[[RunData], Iterable[str]] = lambda data: ()) -> list[str]:
-    """What a run would refuse before its model loads: its folder, model folders, data, reward functions, each of which is called once,
-    packages, device. `wrong_rows`: what else is wrong with the data."""
+    """List what a run would refuse before its model loads: folders, data, reward functions (each is called once), packages and device.
+    `wrong_rows`: further mistakes in the data."""
     algorithm, prompt_sets = build(config), dict[str, PromptSet]()
 
     def data() -> None:
-        if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
+        if any(text.startswith("model.path:") for text in found):  # the data is read with its tokenizer
             return
         try:
             read = read_training_data(config, algorithm)
@@ -188,7 +188,8 @@ def refuse(mistakes: Iterable[str]) -> None:
 
 
 def model_paths(config: Config, algorithm: Algorithm, *, learns: bool = True) -> dict[str, str]:
-    """The settings of a run that name a model or an adapter, with their values. `learns`: whether it trains, or only evaluates."""
+    """Return the settings of a run that name a model or an adapter, with their values. `learns`: whether the run trains, or only
+    evaluates."""
     paths = {
         "model.path": config.model.path,
         "ref.path": learns and "ref_logprobs" in algorithm.needs and config.ref.path,
@@ -200,12 +201,12 @@ def model_paths(config: Config, algorithm: Algorithm, *, learns: bool = True) ->
 
 
 def commits_of_models(config: Config, paths: Mapping[str, str]) -> dict[str, str]:
-    """By name, the commit that each model on the hub has now. `paths`: those of `model_paths`, of which an adapter is always a folder."""
+    """Return the current commit of each model on the hub, by name. `paths`: from `model_paths`; an adapter is always a folder."""
     return load.commits_of(config.model, {key: path for key, path in paths.items() if key != "lora.path"})
 
 
 def wrong_models(config: Config, paths: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the files of models, as far as that shows without loading their weights."""
+    """List what is wrong with the files of models, as far as this shows without loading weights."""
     for key, path in paths.items():
         try:
             if key == "lora.path":
@@ -233,7 +234,8 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
 
 
 def among_own_checkpoints(config: Config) -> Iterator[str]:
-    """A run deletes its older checkpoints, and must not delete what it was started from."""
+    """List settings that name one of the run's own checkpoints: a run deletes its older checkpoints, and must not delete what it started
+    from."""
     checkpoints = Path(config.run.dir, "checkpoints").resolve()
     for key, field in keys().items():
         path = value_of(config, key) if row_of(field).names in ("model", "adapter", "file") else None
@@ -248,7 +250,7 @@ def count_workers(config: Config, device: str) -> int:
 
 
 def wrong_sharing(config: Config, device: str) -> Iterator[str]:
-    """What does not go with parameters that are shared out among workers."""
+    """List settings that do not go with sharded parameters."""
     train, apart = config.train, config.cluster.roles.values()
     workers = count_workers(config, device) * config.cluster.nodes - sum(apart)
     known = knows_workers(config)
@@ -269,8 +271,8 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
 
 
 def wrong_groups(config: Config, workers: int) -> Iterator[str]:
-    """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
-    the run."""
+    """List roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that form one group. `workers`:
+    number of workers of the run."""
     given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
     parts = {role: given_division(config).of(config, role).tensor for role in ("actor", *roles)}
     counts = {role: count // parts[role] for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
@@ -289,13 +291,13 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
 
 
 def given_division(config: Config) -> Division:
-    """Among how many workers models are divided, as far as the user has said it."""
+    """Return among how many workers models are divided, as far as the user has set it."""
     tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
     return Division(tensor, experts, unless_auto(config.rollout.tensor_parallel, tensor))
 
 
 def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """What does not go with layers that are divided among workers."""
+    """List settings that do not go with layers that are divided among workers."""
     division = given_division(config)
     shapes = list(shapes_of_roles(config, algorithm, device))
     sizes = {size_key(config, role, "tensor_parallel"): division.of(config, role).tensor for role in ("actor", *OWN_BUDGETS)}
@@ -316,7 +318,7 @@ def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[
 
 
 def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Sizes of a role that cannot have its own."""
+    """List sizes that are set for a role that cannot have its own."""
     for role in OWN_BUDGETS:
         tensor, experts = own_sizes(config, role)
         given = [(f"{role}.{key}", size) for key, size in (("tensor_parallel", tensor), ("expert_parallel", experts)) if size is not None]
@@ -326,7 +328,8 @@ def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool:
-    """Whether each of `size` workers has some of the experts, and not a part of every one, where the key divides layers among them."""
+    """Return whether each of `size` workers has some whole experts, rather than a part of every expert, where the key divides layers among
+    them."""
     division, section = given_division(config), key.partition(".")[0]
     if section != "rollout":
         return min(size, division.experts if section == "train" else division.of(config, section).experts) > 1
@@ -334,8 +337,8 @@ def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool
 
 
 def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
-    """Roles whose layers cannot be divided among so many workers. `shapes`: of each role that the key is of."""
-    said = set[tuple[int, str | None]]()  # once for all roles of which the same is wrong
+    """List roles whose layers cannot be divided among this many workers. `shapes`: for each role that the key applies to."""
+    said = set[tuple[int, str | None]]()  # so that roles with the same mistake get one message
     for role, shape, own in shapes:
         whole = has_whole_experts(config, key, size, shape)
         reason = None if own % size else why_not_divided(shape, size, whole_experts=whole)
@@ -353,7 +356,7 @@ def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str,
 
 
 def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """What does not go with experts that are divided among workers."""
+    """List settings that do not go with experts that are divided among workers."""
     yield from wrong_rollout_experts(config, algorithm, device)
     division = given_division(config)
     sizes = {size_key(config, role, "expert_parallel"): division.of(config, role) for role in ("actor", *OWN_BUDGETS)}
@@ -375,15 +378,15 @@ def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator
 
 
 def wrong_expert_size(config: Config, key: str, size: int, tensor: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
-    """The first role whose experts cannot be divided among so many workers: others have their sizes from the same key. `tensor`: among how
-    many of them each layer is divided."""
+    """Name the first role whose experts cannot be divided among this many workers; other roles have their sizes from the same key.
+    `tensor`: among how many of these workers each layer is divided."""
     for role, shape, own in shapes:
         legal = [str(each) for each in legal_expert_sizes(shape, own) if tensor == 1 or each in (1, tensor)]
         obeys = role == "actor" or not key.startswith("train") or bool(expert_counts(shape))
         if (reason := why_not_experts(shape, size)) is not None and obeys:
             of_role = "" if role == "actor" else f" of the {role}"
             yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
-        elif own % size and tensor == 1:  # otherwise the same is said of train.tensor_parallel
+        elif own % size and tensor == 1:  # otherwise the message about train.tensor_parallel says it
             whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
             yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
         else:
@@ -405,26 +408,26 @@ def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> 
 
 
 def wrong_modules(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Models whose modules cannot be divided as the user asks, which shapes do not show. What shapes do show is told by them, where the
-    number of workers is known."""
+    """List models whose modules cannot be divided as the user asks, where their shapes do not show it. Mistakes that shapes show are
+    reported from the shapes, once the number of workers is known."""
     known, said = knows_workers(config), set[str]()
-    if known and count_workers(config, device) * config.cluster.nodes == 1:  # such keys have no effect, which is said
+    if known and count_workers(config, device) * config.cluster.nodes == 1:  # such keys have no effect, and another message says so
         return
     for wanted, shape in divisions_asked_for(config, algorithm):
-        if wanted.key in said or (known and told_by_shape(shape, wanted)):  # once for all roles that follow the key
+        if wanted.key in said or (known and told_by_shape(shape, wanted)):  # one message for all roles that follow the key
             continue
         if told := why_not_divisible(config, wanted):
-            if told not in said:  # what is told about adapters is the same whatever key divides them
+            if told not in said:  # mistakes about adapters are the same whichever key divides them
                 yield told
             said |= {wanted.key, told}
 
 
 def divisions_asked_for(config: Config, algorithm: Algorithm) -> Iterator[tuple[WantedDivision, Shape]]:
-    """How the user wants the models of all roles to be divided, and the one that an engine reads, with their shapes."""
+    """Yield how the user wants to divide each role's model, and the model that an engine reads, with their shapes."""
     division, sampling = given_division(config), unless_auto(config.rollout.tensor_parallel, 1)
     for role in roles_with_models(config, algorithm):
         own = division.of(config, role)
-        with suppress(UserError):  # said of the model itself
+        with suppress(UserError):  # reported for the model itself
             shape = load.shape_of(load.read_config(config.model, None if role == "actor" else getattr(config, role).path))
             if own.tensor > 1:
                 yield WantedDivision(size_key(config, role, "tensor_parallel"), role, own.tensor, of_layers(own.experts > 1)), shape
@@ -440,7 +443,7 @@ def of_layers(whole_experts: bool) -> Literal["layers", "layers, whole experts"]
 
 
 def told_by_shape(shape: Shape, wanted: WantedDivision) -> bool:
-    """Whether the sizes of a model alone show that it cannot be divided so."""
+    """Return whether a model's sizes alone show that it cannot be divided this way."""
     whole, of_experts = wanted.how != "layers" and bool(expert_counts(shape)), why_not_experts(shape, wanted.size)
     if wanted.how == "experts":
         return of_experts is not None
@@ -448,24 +451,24 @@ def told_by_shape(shape: Shape, wanted: WantedDivision) -> bool:
 
 
 def knows_workers(config: Config) -> bool:
-    """Whether the number of workers is known here; otherwise the cluster alone knows it, and it is checked when workers are made."""
+    """Return whether the number of workers is known here. Otherwise only the cluster knows it, and it is checked when workers are made."""
     return not (config.cluster.address and config.cluster.workers == "auto")
 
 
 def roles_with_models(config: Config, algorithm: Algorithm) -> list[str]:
-    """The roles of a run that have a model of their own."""
+    """Return the roles of a run that have their own model."""
     return [role for role in used_roles(config, algorithm) if role != "ref" or not shares_model(config)]
 
 
 def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
-    """The roles of a run, the shape of each one's model as far as it is known before it is loaded, and how many workers have the role."""
+    """Yield each role of a run, the shape of its model as far as it is known before loading, and how many workers have the role."""
     if not knows_workers(config):
         return
     roles = {str(role): count for role, count in config.cluster.roles.items()}
     workers = count_workers(config, device) * config.cluster.nodes
-    for role in used_roles(config, algorithm) if workers > 1 else ():  # one worker: such keys have no effect, which is said
+    for role in used_roles(config, algorithm) if workers > 1 else ():  # with one worker such keys have no effect
         own, path = roles.get(role) or workers - sum(roles.values()), None if role == "actor" else getattr(config, role).path
-        with suppress(UserError, UnknownParameters):  # said of the model itself, or not known before it is loaded
+        with suppress(UserError, UnknownParameters):  # reported for the model itself, or not known before loading
             if own >= 1:
                 yield role, load.shape_of(load.read_config(config.model, path)), own
 
@@ -481,10 +484,10 @@ def used_roles(config: Config, algorithm: Algorithm) -> list[str]:
 
 
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Numbers of workers that cannot share micro-batches."""
-    said = set[tuple[str, int, tuple[int, ...]]]()  # once for all roles that have no key of their own
+    """List numbers of workers that cannot share micro-batches."""
+    said = set[tuple[str, int, tuple[int, ...]]]()  # one message for all roles without a key of their own
     for role, shape, own in shapes_of_roles(config, algorithm, device):
-        parts = given_division(config).of(config, role).tensor  # `auto` keeps to what a given number allows
+        parts = given_division(config).of(config, role).tensor  # `auto` respects a given number
         same = size_key(config, role, "sequence_parallel"), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
         wrong = wrong_sequence_size(config, role, shape, own // parts, parts)
         if wrong and own % parts == 0 and same not in said:
@@ -493,10 +496,10 @@ def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterato
 
 
 def wrong_probe(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """A probe that is asked for where a pass of the actor's workers waits for others. What `auto` divides is known later."""
-    known = not (config.cluster.address and config.cluster.workers == "auto")  # else the cluster knows how many there are
+    """Refuse a requested probe where passes of the actor's workers wait for other workers. What `auto` divides is known only later."""
+    known = not (config.cluster.address and config.cluster.workers == "auto")  # otherwise only the cluster knows how many there are
     workers, apart = count_workers(config, device) * config.cluster.nodes, config.cluster.roles
-    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # one worker: such keys have no effect, which is said
+    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # with one worker such keys have no effect
         return
     used = {"actor": True} | {role: role not in apart for role in used_roles(config, algorithm)}
     given = {"train.shard": shown(config.train.shard)} if shares_parameters(config) else {}
@@ -511,13 +514,13 @@ def wrong_probe(config: Config, algorithm: Algorithm, device: str) -> Iterator[s
 
 
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Workers that there are no devices for, or that the engine or a function of the user does not run on, and keys that only several
+    """List mistakes about workers: too few devices, an engine or a user's function that does not run on several, and keys that only several
     workers obey."""
     workers = count_workers(config, device)
     if config.cluster.address is None:
         yield from too_many_here(workers, device)
     yield from unused_by(config, workers)
-    if not (config.cluster.address and config.cluster.workers == "auto"):  # then the cluster knows how many there are
+    if not (config.cluster.address and config.cluster.workers == "auto"):  # otherwise the cluster knows how many there are
         yield from too_few(config, workers * config.cluster.nodes)
     if workers * config.cluster.nodes > 1:
         yield from wrong_on_several(config, algorithm)
@@ -526,20 +529,20 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
 
 
 def too_many_here(workers: int, device: str) -> Iterator[str]:
-    """More workers than this machine has devices for, or memory that they share."""
+    """Refuse more workers than this machine has devices, or more than fit into its shared memory."""
     most = torch.cuda.device_count() if device == "cuda" else usable_cores()
     if workers > most and not may_share_devices():
         each = "a GPU" if device == "cuda" else "a core"
         has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
         remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
         yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
-    if device == "cuda" and workers <= most:  # those that share a GPU do not use NCCL
+    if device == "cuda" and workers <= most:  # workers that share a GPU do not use NCCL
         yield from wrong_shared_memory(free_shared_memory(), workers)
 
 
 def open_address(config: Config, device: str) -> str | None:
-    """Where the run's Ray cluster answers; None where the run needs none, or starts its own. Anything else is refused. Call it
-    before data is read."""
+    """Return the address of the run's Ray cluster; None if the run needs none, or starts its own. Refuses an address at which no cluster
+    answers. Call it before reading data."""
     settings = config.cluster
     if settings.address is None or is_joined():
         return None
@@ -551,7 +554,7 @@ def open_address(config: Config, device: str) -> str | None:
 
 
 def too_few(config: Config, workers: int) -> Iterator[str]:
-    """Roles with workers of their own must leave one to the actor. `workers`: those of the run."""
+    """Refuse roles with workers of their own that leave none to the actor. `workers`: number of workers of the run."""
     roles = config.cluster.roles
     if roles and workers > 1 and (taken := sum(roles.values())) >= workers:
         remedy = f"Give roles at most {workers - 1}, or raise cluster.workers"
@@ -559,7 +562,7 @@ def too_few(config: Config, workers: int) -> Iterator[str]:
 
 
 def unused_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Roles of `cluster.roles` for which this run has no model."""
+    """List roles of `cluster.roles` that have no model in this run."""
     why = {
         "critic": None if algorithm.value_loss else f"algorithm.name = {shown(config.algorithm.name)} has no critic",
         "ref": None
@@ -575,7 +578,7 @@ def unused_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def unused_by(config: Config, workers: int) -> Iterator[str]:
-    """Keys that this number of workers does not obey. Where it is given, they are refused with the configuration."""
+    """List keys that have no effect with this number of workers. If the user has set the number, the configuration refuses them itself."""
     if config.cluster.workers != "auto":
         return
     found = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
@@ -603,7 +606,7 @@ def wrong_rollout(config: Config, device: str) -> Iterator[str]:
 
 
 def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Settings that have no effect on this device, or with these roles."""
+    """List settings that have no effect on this device, or with these roles."""
     yield from unused_roles(config, algorithm)
     yield from refused_offloads(config, algorithm, device)
     if not config.train.entropy_recompute and not algorithm.entropy_gradient:
@@ -624,7 +627,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "ref": "ref_logprobs" in algorithm.needs and not shared,
         "reward_model": uses_reward_model(config),
     }
-    # The actor's shards have no part in rollouts, nor have experts that are divided.
+    # Rollouts do not use the actor's shards, nor divided experts.
     of_copy = samples_from_copy(config) and "rollout" in algorithm.needs
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
@@ -637,7 +640,7 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
 
 
 def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
-    """The data of a training run. Everything that can be wrong before a model loads is checked."""
+    """Read the data of a training run, and check everything that can be wrong before a model loads."""
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
     val = read(config.data.val, config, algorithm, tokenizer, ends) if config.data.val else None
@@ -664,7 +667,8 @@ def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
 
 
 def read_what_can_be(config: Config, algorithm: Algorithm) -> tuple[dict[str, PromptSet], list[str]]:
-    """The prompts of rows without mistakes, and the mistakes of the others: the first few of each data set, and how many more."""
+    """Return the prompts of rows without mistakes, and messages about the others: the first few of each data set, and how many more there
+    are."""
     found: dict[str, PromptSet] = {}
     mistakes: list[str] = []
     for key, paths in (("data.val", config.data.val), ("data.train", config.data.train)):
@@ -681,7 +685,7 @@ def read_what_can_be(config: Config, algorithm: Algorithm) -> tuple[dict[str, Pr
 
 
 def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
-    """The data of an evaluation. Fewer settings are checked than in training: some are for data that is not read here."""
+    """Read the data of an evaluation. Checks fewer settings than for training, since some are about data that is not read here."""
     assert config.data.val is not None
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
@@ -691,14 +695,15 @@ def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
 
 
 def check_truths(data: RunData, reward: RewardPool) -> list[str]:
-    """Refuse data in which no row has the ground truth that a reward function requires; where some rows lack it, a note says so."""
+    """Refuse data in which no row has the ground truth that a reward function requires. Returns notes on data in which only some rows lack
+    it."""
     found = [each for key, prompts in data.prompt_sets.items() for each in missing_truths(key, prompts, reward)]
     refuse(text for text, all_lack_it in found if all_lack_it)
     return [text for text, _ in found]
 
 
 def missing_truths(key: str, prompts: PromptSet, reward: RewardPool) -> Iterator[tuple[str, bool]]:
-    """For each reward function that requires a ground truth which rows lack: what is missing, and whether every row lacks it."""
+    """Yield a message for each reward function whose required ground truth is missing in some rows, and whether it is missing in all."""
     scored, missing = Counter[str](), Counter[str]()
     needing = {source: reward.need_truth(source) for source in {prompt.data_source for prompt in prompts.items}}
     for prompt in prompts.items:
@@ -726,7 +731,7 @@ def read(
 
 
 def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
-    """Every model that reads whole samples must have positions for the longest."""
+    """Refuse samples that are longer than the positions of a model that reads them whole."""
     for key, path in model_paths(config, algorithm).items():
         if key in ("model.path", "ref.path", "critic.path"):
             whose = "the model" if key == "model.path" else f"the model of {key}"
@@ -735,10 +740,10 @@ def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
 
 
 def check_prompts(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Refuse settings for prompts that the data does not have."""
+    """Refuse settings for prompts that the data does not contain."""
     seen = {prompt.data_source for prompt in prompts}
     unknown = sorted(set(config.reward.sources) - seen)
-    if prompts and unknown:  # a misspelling: rows would go to another function
+    if prompts and unknown:  # probably a misspelling, with which rows would go to another function
         raise UserError(
             f"reward.sources: no row has the data source {', '.join(map(repr, unknown))}; the data has "
             f"{', '.join(map(repr, sorted(seen)))}. Correct the name or remove it"

@@ -1,7 +1,7 @@
-"""A worker's process, as the process that started it has it: the driver, or what keeps the workers of another machine.
+"""A worker's process, seen from the process that started it: the driver, or the keeper of another machine's workers.
 
 Enters: one end of a socket, whose other end the driver has. Leaves: the process that serves it (`serve`), its signs of life, its last
-words and its stacks. Guaranteed: it is killed with everything that it has started, and leaves no file behind.
+output and its stacks. Guaranteed: the process is killed with everything that it has started, and leaves no file behind.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-COMPUTED_S = 0.1  # processor time that is more than writing a stack
+COMPUTED_S = 0.1  # processor time that writing a stack does not reach
 OUTPUT_LINES = 10  # lines of a dead worker's output that are shown
-WRITTEN_S = 0.1  # seconds after which a stack to which nothing was added is whole
+WRITTEN_S = 0.1  # seconds after which a stack that has not grown is complete
 REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
 
 
 @dataclass(frozen=True)
 class Obituary:
-    """How a worker has ended."""
+    """How a worker's process ended."""
 
     how: str  # Example: ended with exit code 3
     hint: str = ""
@@ -36,8 +36,8 @@ class Obituary:
 
 
 class ChildProcess(Protocol):
-    """The process of a worker, on this machine or another. No method takes long, whatever the process does. Waiting for many processes,
-    one after the other, would: their launcher does that for all at once."""
+    """The process of a worker, on this machine or another. No method takes long, whatever the process does. Waiting for many processes one
+    after the other would take long, so their launcher waits for all at once."""
 
     @property
     def pid(self) -> int: ...
@@ -52,10 +52,10 @@ class ChildProcess(Protocol):
     def ended(self) -> bool: ...
 
     def is_active(self) -> bool:
-        """Whether it has computed since the last time, or waits for a disk. Where that is not known: yes."""
+        """Return whether the process has computed since the last call, or waits for a disk; True where that is unknown."""
 
     def obituary(self) -> Obituary:
-        """Called when its connection has ended. Ends what is left of it."""
+        """Describe how the process ended, and end what is left of it. Called when its connection has ended."""
 
     def close(self) -> None:
         """Forget a process that has ended."""
@@ -63,12 +63,12 @@ class ChildProcess(Protocol):
 
 @dataclass(eq=False)
 class Child:
-    """A process that this one has started."""
+    """A process that this process has started."""
 
     process: subprocess.Popen[bytes]
     output: IO[bytes]  # standard output and error of the process
     stacks: IO[bytes]
-    computed_s: float = 0.0  # processor time, when it was last looked at
+    computed_s: float = 0.0  # processor time at the last look
     over: bool = False  # whether the process has ended, and its group was killed
 
     @property
@@ -80,7 +80,7 @@ class Child:
         return f"process {self.pid}"
 
     def kill(self) -> None:
-        """Does nothing once the process is gone: another may have its number."""
+        """Kill the process group. Does nothing once the process is gone, because another process may have its number."""
         if not self.over:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -107,7 +107,7 @@ class Child:
     def obituary(self) -> Obituary:
         self.wait(REAP_S)
         code = self.process.returncode
-        self.kill()  # what it has started, and itself if it only closed the socket
+        self.kill()  # kills what it has started, and the process itself if it only closed the socket
         output = self._last_output()
         if code is None:
             return Obituary("has closed its connection", output=output)
@@ -122,7 +122,8 @@ class Child:
         return "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES:])
 
     def ask_for_stacks(self) -> bool:
-        """Whether `read_stacks` will have them. Only for a process that has greeted: a signal ends one that still starts."""
+        """Ask for stacks. Returns whether `read_stacks` will find them. Only for a process that has greeted: the signal ends one that still
+        starts."""
         if self.ended():
             return False
         os.ftruncate(self.stacks.fileno(), 0)
@@ -130,16 +131,17 @@ class Child:
         return True
 
     def read_stacks(self, deadline: float) -> str:
-        """What the process has written since it was asked, once it has written no more for a moment."""
+        """Return what the process has written since it was asked, once it has stopped writing for a moment."""
         while not self._stacks_are_written() and (os.fstat(self.stacks.fileno()).st_size or time.monotonic() < deadline):
             time.sleep(0.02)
         return os.pread(self.stacks.fileno(), 2**20, 0).decode(errors="replace")
 
     def _stacks_are_written(self) -> bool:
-        """A busy machine may interrupt the process in the middle of a stack. The file's own time tells how long nothing has been added, so
-        that the stacks of many workers, which write at the same time, do not have to be waited for one after the other."""
+        """Return whether the stacks are complete. A busy machine may interrupt the process in the middle of a stack. The file's own time
+        shows for how long nothing was added, so that many workers, which write at the same time, need not be waited for one after the
+        other."""
         about = os.fstat(self.stacks.fileno())
-        return about.st_size > 0 and not 0 <= time.time() - about.st_mtime < WRITTEN_S  # below 0: the clock was set
+        return about.st_size > 0 and not 0 <= time.time() - about.st_mtime < WRITTEN_S  # below 0: the clock was changed
 
     def close(self) -> None:
         self.output.close()
@@ -147,22 +149,22 @@ class Child:
 
 
 def wait_for_ends(children: Iterable[Child], seconds: float) -> None:
-    """Wait until all have ended, but not longer than this."""
+    """Wait until all processes have ended, but not longer than this."""
     deadline = time.monotonic() + seconds
     for child in children:
         child.wait(max(0.0, deadline - time.monotonic()))
 
 
 def stacks_of(children: Mapping[int, Child], seconds: float) -> dict[int, str]:
-    """What each of these has written about its stacks within this time. They write at the same time."""
+    """Return the stacks that each of these processes writes within this time. They write at the same time."""
     asked = {key: child for key, child in children.items() if child.ask_for_stacks()}
     deadline = time.monotonic() + seconds
     return {key: child.read_stacks(deadline) for key, child in asked.items()}
 
 
 def start_child(rank: int, environment: Mapping[str, str], connection: socket.socket, folder: str | None = None) -> Child:
-    """A process that serves the connection, which is closed here. `environment`: variables besides those of this process. `folder`: the
-    one that it works in, if not that of this process."""
+    """Start a process that serves the connection, which is closed here. `environment`: variables in addition to those of this process.
+    `folder`: its working folder, if not that of this process."""
     with contextlib.ExitStack() as on_failure, connection:
         output, stacks = (on_failure.enter_context(appended_file()) for _ in range(2))
         passed = (connection.fileno(), stacks.fileno())
@@ -181,7 +183,7 @@ def start_child(rank: int, environment: Mapping[str, str], connection: socket.so
 
 
 def appended_file() -> IO[bytes]:
-    """A file without a name, in which every write goes to the end, also after it was cut."""
+    """Make a file without a name in which every write goes to the end, even after it was truncated."""
     file = tempfile.TemporaryFile()  # noqa: SIM115
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
@@ -194,5 +196,5 @@ def signal_name(number: int) -> str:
 
 
 def python_path() -> str:
-    """The folders in which this process finds modules; without a name, the current one is meant."""
+    """Return the folders in which this process finds modules; an empty name means the current folder."""
     return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if isinstance(folder, str))

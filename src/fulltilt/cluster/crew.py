@@ -1,6 +1,6 @@
 """The workers of a run, as the loop sees them: one object, however many there are.
 
-Enters: prompts and rows, or the heads of rows that workers hold. Leaves: groups, annotated rows, metrics of updates, checkpoint files.
+Enters: prompts, and rows or the heads of rows that workers hold. Leaves: groups, annotated rows, metrics of updates, checkpoint files.
 Guaranteed: a result does not depend on the number of workers, except for the order in which floating-point numbers are added: mini-batches,
 the weights of rows and micro-batches are decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt
 and place alone. With one worker every call is a plain call in this process. Only records that pickle, numbers and paths go to workers and
@@ -50,33 +50,33 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
 from fulltilt.words import joined, many
 
-# The roles whose phases are not the actor's. Phases between steps are everyone's.
+# Roles of phases that are not the actor's. Phases between steps involve all roles.
 PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
-OF_ALL_WORKERS = ("perf/gpu_utilization",)  # metrics of which the mean over the workers counts, not the most of any
+OF_ALL_WORKERS = ("perf/gpu_utilization",)  # metrics to average over the workers; of all others, the largest value counts
 SomeRow = TypeVar("SomeRow", bound=AnyRow)
-Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
+Report = Callable[[int, int], None]  # called with how many micro-batches of a pass, or steps of an update, are done, and how many there are
 
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedRows:
     rows: list[Any]  # Row, or RowHead where workers hold the rows
-    pad_tokens: int  # computed beside the rows' own tokens
-    seconds: list[float]  # that each worker took for its passes; of workers that compute together, the first
+    pad_tokens: int  # padding computed in addition to the rows' own tokens
+    seconds: list[float]  # of passes, by worker; of workers that compute together, only the first
 
 
-# Micro-batches, a role's numbers for each unless workers hold the rows, how many pad tokens were computed, and the seconds of each worker.
+# Micro-batches; a role's numbers for each, unless workers hold the rows; the number of pad tokens; and the seconds of each worker.
 Passes = tuple[list[list[int]], list[np.ndarray], int, list[float]]
 Outcome = TypeVar("Outcome")
 Dealt = TypeVar("Dealt")
 
 
 class StartedWork(Generic[Outcome]):
-    """What workers have begun to compute, and compute again in smaller micro-batches where memory runs out."""
+    """Work that workers have begun, and that they repeat in smaller micro-batches if memory runs out."""
 
     def __init__(
         self, begin: Callable[[int], WorkerCall], finish: Callable[[StartedWork[Outcome], Sequence[AnyRow], Report], Outcome]
     ) -> None:
-        """`begin`: starts a call; its argument is how many optimizer steps are made already."""
+        """`begin`: starts a call; its argument is how many optimizer steps are already made."""
         self._begin, self._finish = begin, finish
         self._calls = [begin(0)]
 
@@ -92,7 +92,7 @@ class StartedWork(Generic[Outcome]):
         self._calls.append(self._begin(done))
 
     def finish(self, rows: Sequence[AnyRow], report: Report) -> Outcome:
-        """Wait for it. The rows are those that it was begun with."""
+        """Wait for the result. `rows`: those that the work was begun with."""
         return self._finish(self, rows, report)
 
 
@@ -102,7 +102,7 @@ class Crew:
         facts: list[WorkerFacts] = self._all("facts", what="set-up")
         self._workers = {role: [rank for rank, each in enumerate(facts) if role in each.sizes] for own in facts for role in own.sizes}
         actors = self._ranks_of("actor")
-        # Workers with the same roles, the actor's first.
+        # Groups of workers with the same roles, the actor's group first.
         self.probed = facts[actors[0]].probed
         for role, own in self._workers.items():
             require_same_models(role, {rank: facts[rank].loaded[role] for rank in own if role in facts[rank].loaded})
@@ -110,17 +110,17 @@ class Crew:
         firsts = [facts[ranks[0]] for ranks in self._groups]
         self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
         self.notes = tuple(note for each in firsts for note in each.notes)
-        self.device = facts[actors[0]].device  # what the actor's workers run on
+        self.device = facts[actors[0]].device  # the device of the actor's workers
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
-        self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
+        self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # whether prompts wait here until an engine has seats
         self._gathers = {role for role, ranks in self._workers.items() if facts[ranks[0]].gathers}  # roles whose workers compute together
-        self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
-        self._counted = self._bytes()  # that are in earlier metrics
+        self.holds_samples = facts[0].holds_samples  # whether workers hold samples: the driver then has only heads of groups and rows
+        self._counted = self._bytes()  # bytes that earlier metrics have reported
         self._version = 0  # the version of the weights that engines sample from
-        self._samplers = facts[0].sampling  # workers that sample together
+        self._samplers = facts[0].sampling  # how many workers sample together
         self.device_bytes = min(each.device_bytes for each in facts)  # the smallest memory of a worker's device; 0 on a CPU
-        # How many workers compute a micro-batch of a role together, each a part of its tokens, or of every layer. They are neighbours, and
-        # get the same.
+        # How many workers compute a micro-batch of a role together, each a part of its tokens or of every layer. Their ranks are
+        # consecutive, and they get the same micro-batches.
         of_tokens = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
         self._sharing = {role: size * facts[self._ranks_of(role)[0]].together.get(role, 1) for role, size in of_tokens.items()}
         self.budgets = LiveBudgets(config, self.plan.budgets, of_tokens, self.hosts.size)
@@ -134,7 +134,7 @@ class Crew:
         return {role: self.budgets.sizing(BudgetedWork(role, learns=False)) for role in PASSES}
 
     def use_budgets(self, changed: Mapping[str, int], lowered: Mapping[str, int] | None = None) -> None:
-        """Go on with other budgets than the planned ones. `lowered`: those with which memory ran out, and what is left of them."""
+        """Use other budgets than the planned ones. `lowered`: budgets with which memory ran out, and the most they may now be."""
         self.budgets.use(changed, lowered)
         if changed.keys() & ROLLOUT.keys():
             self._limit_rollout()
@@ -145,47 +145,47 @@ class Crew:
 
     @property
     def worker(self) -> Worker:
-        """The worker of a run that has one, in this process."""
+        """The only worker, of a run in this process."""
         assert isinstance(self.hosts.worker, Worker), "the workers of this run are in other processes"
         return self.hosts.worker
 
     def _ranks_of(self, role: str) -> list[int]:
-        """The workers that have the role; where nobody has it, the actor's."""
+        """Return the workers that have the role or, if none has it, the actor's."""
         return self._workers.get(role) or self._workers["actor"]
 
     def _count_parts(self, role: str) -> int:
-        """Among how many workers, or groups of them, the role's micro-batches are dealt."""
+        """Return among how many workers, or groups of workers, the role's micro-batches are dealt."""
         return len(self._ranks_of(role)) // self._sharing[role]
 
     def _to_each(self, role: str, parts: Sequence[Dealt]) -> list[Dealt]:
-        """For each worker that has the role what its group is dealt."""
+        """Give each worker of the role the part of its group."""
         return [part for part in parts for _ in range(self._sharing[role])]
 
     def own_workers(self, role: str) -> int:
-        """How many workers have this role alone, and so compute beside the actor's."""
+        """Return how many workers have only this role, and so compute beside the actor's."""
         ranks = self._ranks_of(role)
         return len(ranks) if ranks != self._ranks_of("actor") else 0
 
     def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str, together: bool = False) -> WorkerCall:
-        """Call a method of the workers that have the role. `args`: one tuple for each of them. `together`: they wait for one another."""
+        """Call a method of the workers that have the role. `args`: one tuple per worker. `together`: whether they wait for one another."""
         given = dict(zip(self._ranks_of(role), args, strict=True))
         return self.hosts.start(method, [given.get(rank) for rank in range(self.hosts.size)], what=what, together=together)
 
     def _results(self, role: str, call: WorkerCall) -> list[Any]:
-        """One result for each worker that has the role."""
+        """Return one result for each worker that has the role."""
         found = call.results()
         return [found[rank] for rank in self._ranks_of(role)]
 
     def _each(self, role: str, method: str, *args: Any, what: str) -> list[Any]:
-        """The results of the same call on every worker that has the role."""
+        """Make the same call on every worker that has the role, and return the results."""
         return self._results(role, self._start(role, method, [args] * len(self._ranks_of(role)), what=what))
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        """The results of the same call on every worker."""
+        """Make the same call on every worker, and return the results."""
         return self.hosts.start(method, [args] * self.hosts.size, what=what).results()
 
     def held(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> list[Any]:
-        """The results of a method of the samples that each worker holds. It runs beside what workers compute. A mistake of the user's is
+        """Call a method of the samples that each worker holds, beside what the workers compute, and return the results. A user's mistake is
         raised here, and the workers live on."""
         found = self.hosts.start("held", [(method, *own) for own in args], what=what, aside=True).results()
         raise_first(found, UserError)
@@ -200,7 +200,7 @@ class Crew:
             with enough_memory(name):
                 yield
         except BaseException:
-            with contextlib.suppress(WorkerError):  # what ended the phase is reported
+            with contextlib.suppress(WorkerError):  # the error that ended the phase is raised
                 ask("end_phase", True, what=name)
             raise
         ask("end_phase", False, what=name)
@@ -208,9 +208,9 @@ class Crew:
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
-        """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
-        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first. Workers that
-        sample together get the same prompts; the first of them asks. Where the caller stops early, they stop together."""
+        """Yield one group for each prompt as soon as it is complete; only its head, where workers hold samples. Prompts are dealt in turn:
+        all of them or, with a queue, as many as the engines have seats for; the others go to whichever engine has free seats first. Workers
+        that sample together get the same prompts; the first of them asks for more. If the caller stops early, they stop together."""
         size, numbered = self.sampling_groups, list(enumerate(prompts))
         seats = size * max(1, self.budgets.now.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
@@ -222,7 +222,7 @@ class Crew:
         groups = {ranks[first]: ranks[first : first + self._samplers] for first in range(0, len(ranks), self._samplers)}
         try:
             for rank, item in call.items():
-                if item is None or rank not in groups:  # it says that it is at work
+                if item is None or rank not in groups:  # it only shows that the worker is alive
                     continue
                 if isinstance(item, FreeSeats):
                     more = dict(queue.popleft() for _ in range(min(item.groups, len(queue))))
@@ -233,23 +233,23 @@ class Crew:
                 else:
                     yield item
         finally:
-            for member in ranks if self._samplers > 1 else ():  # one that has answered is told nothing
+            for member in ranks if self._samplers > 1 else ():  # workers that have answered get no message
                 call.tell(member, StopSampling())
         found: dict[int, RolloutLimits] = {rank: each for rank, each in enumerate(call.results()) if each is not None}
-        if self.budgets.lower_rollout(found, self._samplers):  # on all engines, as in a run that resumes
+        if self.budgets.lower_rollout(found, self._samplers):  # on all engines, as in a run that resumes from a checkpoint
             self._limit_rollout()
 
     def rollout_stats(self) -> EngineStats:
-        """The engines' statistics of the last `generate`, together."""
+        """Return the statistics of the last `generate`, over all engines."""
         return reduce(EngineStats.beside, self.stats_of_engines())
 
     def stats_of_engines(self) -> list[EngineStats]:
-        """The statistics of each engine of the last `generate`."""
+        """Return the statistics of the last `generate`, one per engine."""
         found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")
         return found[:: self._samplers]
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
-        """Have the engines describe their progress after every `interval` seconds of generating, in one line for all."""
+        """Have the engines describe their progress in one common line after every `interval` seconds of generating."""
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
@@ -257,27 +257,27 @@ class Crew:
             self._each("actor", "send_progress", interval, what="set-up")
 
     def most_tokens(self, role: str) -> int:
-        """The most tokens of a worker in a pass of the role."""
+        """Return the most tokens that a worker had in a pass of the role."""
         return max(self._each(role, "most_tokens", role, what="a measurement"))
 
     def most_experts(self) -> int:
-        """The most experts of a layer that an engine reads on a worker, whole or in part."""
+        """Return the most experts of a layer that an engine reads on one worker, whole or in part."""
         return max(self._each("actor", "most_experts", what="a measurement"))
 
     def most_key_heads(self) -> int:
-        """The most key heads that an engine caches for a layer on a worker."""
+        """Return the most key heads that an engine caches for a layer on one worker."""
         return max(self._each("actor", "most_key_heads", what="a measurement"))
 
     @property
     def sampling_groups(self) -> int:
-        """How many groups of workers that sample together there are; a worker that samples alone is one."""
+        """How many groups of workers that sample together there are; a worker that samples alone is a group of one."""
         return len(self._ranks_of("actor")) // self._samplers
 
     def sync(self, version: int) -> Metrics:
-        """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
+        """Copy the trainer's changed weights to the engines, and check that all workers end up with the same."""
         found: list[SyncReport] = self._each("actor", "sync", version, what="sync")
         self._version = version
-        for part in range(self._samplers):  # each member has weights that only others with its part have too
+        for part in range(self._samplers):  # only members with the same part must have the same weights
             require_same([each.checksum for each in found[part :: self._samplers]], version)
         seconds, moved = max(each.seconds for each in found), max(each.moved_bytes for each in found)
         speed = {"sync/gb_per_s": moved / 1e9 / seconds} if moved else {}
@@ -286,11 +286,11 @@ class Crew:
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
     def annotate(self, role: str, field: str, rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
-        """The rows with the role's number for each trained token, as `field`; rows that workers hold get it there."""
+        """Return the rows with the role's number for each trained token, as `field`. Rows that workers hold get the numbers there."""
         return self.start_annotation(role, field, rows).finish(rows, report)
 
     def start_annotation(self, role: str, field: str, rows: Sequence[AnyRow]) -> StartedWork[AnnotatedRows]:
-        """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
+        """Begin what `annotate` does. The rows given to `finish` may have received numbers of other roles meanwhile."""
 
         def annotated(passes: Passes, rows: Sequence[AnyRow]) -> AnnotatedRows:
             plan, found, pads, seconds = passes
@@ -303,14 +303,14 @@ class Crew:
         return self._start_passes(role, rows, field, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
-        """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
+        """Return the sum of the actor's log-probs over all trained tokens of the rows, and the number of these tokens."""
         _, found, *_ = self._start_passes("actor", rows, "logprobs", lambda passes, rows: passes).finish(rows, lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
     def _start_passes(
         self, role: str, rows: Sequence[AnyRow], field: str, use: Callable[[Passes, Sequence[AnyRow]], Outcome]
     ) -> StartedWork[Outcome]:
-        """`use`: what the result is made from the passes, and from the rows that it is asked for with."""
+        """Start a role's passes. `use`: makes the result from the passes and from the rows given to `finish`."""
         size, telling = self._count_parts(role), self._ranks_of(role)[:: self._sharing[role]]
         lengths, passes_of_role = [row.tokens for row in rows], BudgetedWork(role, learns=False)
         plan: list[list[int]] = []
@@ -347,8 +347,8 @@ class Crew:
     def _bring(
         self, role: str, purpose: str, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, whole: bool
     ) -> Sequence[dict[int, Row] | str]:
-        """What the call of each of the role's workers is given, so that it has the rows of its micro-batches: these rows, or the purpose
-        under which the workers that hold them have sent them."""
+        """Get the rows of micro-batches to the role's workers. Returns what each worker's call is given: the rows, or the purpose under
+        which the workers that hold them have sent them."""
         if here := rows_here(rows):
             return [chosen(here, own) for own in micro_batches]
         if not rows:
@@ -362,7 +362,7 @@ class Crew:
         return [purpose] * len(micro_batches)
 
     def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[AnyRow]) -> list[float]:
-        """What each micro-batch costs, to deal them out evenly."""
+        """Return each micro-batch's cost, to deal them out evenly."""
         chosen = ([rows[index] for index in indices] for indices in plan)
         size = self._sizes[role]
         return [float(update_flops(size, [row.tokens for row in own], sum(row.trained for row in own)).total) for own in chosen]
@@ -370,7 +370,7 @@ class Crew:
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
     def update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> Metrics:
-        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
+        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Returns means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         return self.start_update(role, rows, updates_before, report).finish(rows, report)
 
@@ -390,7 +390,7 @@ class Crew:
             spreads[:] = [spread(*pair, together=together) for pair in zip(costs, dealt, strict=True)]
             own = [[plan.part(places[part]) for plan, places in zip(plans, dealt, strict=True)] for part in range(size)]
             parts = self._to_each(role, own)
-            if not self.hosts.worker:  # other processes do not wait for the reader of their progress
+            if not self.hosts.worker:  # progress from other processes reaches its reader only later
                 report(done, self.config.algorithm.epochs * len(plans))
             micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
             given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
@@ -447,9 +447,9 @@ class Crew:
         return [make(rows, part, advantage_alone=advantage_alone, workers=workers) for part in parts]
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
-        how busy their GPUs were on average, the bytes that went between the driver and workers in other processes, how often memory ran
-        out, and budgets that have changed."""
+        """Return the memory measured since the last call and the bytes of collectives, each the most of any worker, and how far workers are
+        apart in memory. Also: mean GPU utilization, bytes between the driver and workers in other processes, how often memory ran out, and
+        budgets that have changed."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         apart: Metrics = {}
         for ranks in self._groups:
@@ -466,7 +466,7 @@ class Crew:
         return together | apart | self._traffic() | {"perf/out_of_memory": failures, **budgets}
 
     def _traffic(self) -> Metrics:
-        """Bytes between the driver and workers in other processes since the last call."""
+        """Return the bytes between the driver and workers in other processes since the last call."""
         before, self._counted = self._counted, self._bytes()
         return dict(self._counted - before)
 
@@ -474,11 +474,11 @@ class Crew:
         return Counter({"driver/bytes_out": self.hosts.sent_bytes, "driver/bytes_in": self.hosts.received_bytes})
 
     def pending_memory(self) -> list[dict[str, Reading]]:
-        """Memory that was measured on each worker and is in no `metrics` yet, for `restore_memory` in other processes."""
+        """Return each worker's memory readings that no `metrics` call has returned yet, for `restore_memory` in other processes."""
         return self._all("pending_memory", what="save")
 
     def restore_memory(self, pending: Sequence[Mapping[str, Reading]]) -> None:
-        """Each worker takes up its own; where there were more workers or fewer, every one takes the most of all."""
+        """Give each worker its own readings. If the number of workers has changed, every worker gets the most of all readings."""
         if len(pending) != self.hosts.size:
             phases = dict.fromkeys(phase for own in pending for phase in own)
             most = {phase: reduce(Reading.most, [own[phase] for own in pending if phase in own]) for phase in phases}
@@ -493,35 +493,35 @@ class Crew:
         return sum(self._all("checkpoint_bytes", what="save"))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint's state holds about the optimizers."""
+        """Return the optimizers' counts, for a checkpoint's state."""
         found: list[dict[str, dict[str, int]]] = self._all("state", what="save")
         counts = {role: found[ranks[0]].get(role) for role, ranks in self._workers.items()}
         return {**(counts["actor"] or {}), "critic": counts.get("critic")}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
-        """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
-        the tensors may only be copied, for `finish_save` to write."""
+        """Write the exported model, the trainer's tensors and the caller's arrays into a checkpoint's folder. With `beside`, tensors may
+        only be copied, for `finish_save` to write."""
         args = [(dict(arrays) if rank == 0 else {}, folder, beside) for rank in range(self.hosts.size)]
         raise_first(self.hosts.start("save", args, what="save").results(), OSError)
 
     def finish_save(self) -> Digests:
-        """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
-        known already."""
+        """Write the rest of the last `save`. Safe in any thread: it reads nothing that training changes. Returns the digests of files that
+        are known already."""
         found: list[Digests] = self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
         raise_first(found, OSError)
         return {name: digest for digests in found for name, digest in digests.items()}
 
     def keep_output(self, folder: Path) -> None:
-        """Have workers in other processes append what they write to a file each in this folder."""
+        """Have workers in other processes append their output to files in this folder, one per worker."""
         self.hosts.keep_output(folder)
 
     def hurry(self) -> str:
-        """The run is to stop: have workers that are stuck given up soon. Returns what the stop waits for, in words, if anything."""
+        """Prepare to stop the run: have stuck workers given up soon. Returns what the stop waits for, in words; empty if nothing."""
         self.hosts.hurry()
         return "" if self.hosts.worker else "the workers have finished what they do"
 
     def close(self) -> None:
-        if self.hosts.worker:  # with other processes ends everything that they hold
+        if self.hosts.worker:  # otherwise everything ends with the worker's process
             self._all("close", what="the end")
         self.hosts.close()
 
@@ -536,7 +536,7 @@ def require_same(checksums: Sequence[str | None], version: int) -> None:
 
 
 def require_same_models(role: str, replicas: Mapping[int, Replica]) -> None:
-    """Refuse to begin where workers have loaded different parameters. `replicas`: of the workers that have the role, by their ranks."""
+    """Refuse to begin if workers have loaded different parameters. `replicas`: by rank, for the workers that have the role."""
     for part in {each.part for each in replicas.values()}:
         if differing := who_differs({rank: each.checksum for rank, each in replicas.items() if each.part == part}):
             raise UserError(
@@ -546,7 +546,7 @@ def require_same_models(role: str, replicas: Mapping[int, Replica]) -> None:
 
 
 def who_differs(checksums: Mapping[int, str | None]) -> str:
-    """The workers whose checksum is not that of most; empty where all have the same. `checksums`: by rank."""
+    """Name the workers whose checksum differs from the most common one; empty if all are the same. `checksums`: by rank."""
     (usual, count), *others = Counter(checksums.values()).most_common()
     if not others:
         return ""
@@ -563,26 +563,26 @@ def raise_first(found: Sequence[Any], kind: type[Exception]) -> None:
 
 
 def failed_of(ranks: Sequence[int], results: Sequence[Annotated | UpdateSums]) -> dict[int, str]:
-    """By worker whose work ended because memory ran out, what was reported."""
+    """Return what was reported by each worker whose work ended because memory ran out."""
     return {rank: each.failure for rank, each in zip(ranks, results, strict=True) if each.failure is not None}
 
 
 def rows_here(rows: Sequence[AnyRow]) -> list[Row]:
-    """The rows, unless workers hold them."""
+    """Return the rows, or nothing if workers hold them."""
     return [row for row in rows if isinstance(row, Row)]
 
 
 def chosen(rows: Sequence[SomeRow], micro_batches: Sequence[Sequence[int]]) -> dict[int, SomeRow]:
-    """The rows that these micro-batches hold, by their indices."""
+    """Return the rows of these micro-batches, by index."""
     return {index: rows[index] for indices in micro_batches for index in indices}
 
 
 def gathered(found: Sequence[Metrics]) -> dict[str, list[float]]:
-    """All values of each metric."""
+    """Collect all values of each metric."""
     names = dict.fromkeys(name for metrics in found for name in metrics)
     return {name: [metrics[name] for metrics in found if name in metrics] for name in names}
 
 
 def mean_of(found: Sequence[Metrics]) -> Metrics:
-    """The mean of each metric over the optimizer steps that have it."""
+    """Average each metric over the optimizer steps that have it."""
     return {name: float(np.mean(values)) for name, values in gathered(found).items()}

@@ -1,8 +1,9 @@
 """Whether the modules of a model can be divided among workers, found before any worker starts.
 
-Enters: a configuration, and which role's model is to be divided how. Leaves: why it cannot be, in words. Guaranteed: no weights are read:
-the model is built on the meta device, with its adapters, and the tables by which workers cut it are asked (parallel/slices.py and
-parallel/experts.py), so that what passes here is divided there. A model that cannot be built is left to what loads it.
+Enters: a configuration, and how to divide which role's model. Leaves: why it cannot be, in words. Guaranteed: no weights are read: the
+model is built on the meta device, with its adapters, and the tables by which workers cut it are asked (parallel/slices.py and
+parallel/experts.py), so that what passes here is divided there. A model that cannot be built is left to the code that loads it, which
+reports why.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ class WantedDivision:
 
     @property
     def remedy(self) -> str:
-        """The setting that leaves this model whole, and no other."""
+        """The setting that leaves only this model whole."""
         return self.key if self.role == "actor" else f"{self.role}.{self.key.partition('.')[2]}"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a model is built from: where all but the last two are equal, models are alike."""
+    """What a model is built from. Models are alike if all but the last two fields are equal."""
 
     described: str  # its config.json
-    scalar: bool  # whether it is a critic or a reward model
+    scalar: bool  # whether the model is a critic or a reward model
     adapters: str  # the settings of its adapters, empty for none
-    trusted: bool  # whether code of the model's folder is run
+    trusted: bool  # whether code from the model's folder may run
     config: PretrainedConfig = field(compare=False)
     lora: LoraConfig = field(compare=False)
 
 
 def why_not_divisible(config: Config, wanted: WantedDivision) -> str | None:
-    """Why the modules of a role's model cannot be divided so, in words; None: they can, or nothing is known of them."""
+    """Return why the modules of a role's model cannot be divided this way; None if they can, or if nothing is known of them."""
     role, settings, path = wanted.role, config.lora, None if wanted.role == "actor" else getattr(config, wanted.role).path
     try:
         found = load.read_config(config.model, path)
     except UserError:
-        return None  # said of the model itself
+        return None  # reported for the model itself
     if getattr(found, "auto_map", None) and not os.path.isdir(found.name_or_path):
-        return None  # code of the hub: what loads the model runs it, at the commit that the run has resolved
+        return None  # code from the hub runs only when the model is loaded, at the commit that the run has resolved
     learns = role == "actor" or (role == "critic" and settings.critic)
-    # An adapter that is loaded names its layers in files of its own.
+    # A loaded adapter names its layers in its own files.
     adapted = settings.rank > 0 and learns and settings.path is None and importlib.util.find_spec("peft") is not None
     adapters = settings.model_dump_json() if adapted else ""
     scalar, trusted = role in ("critic", "reward_model"), config.model.trust_remote_code
@@ -73,7 +74,7 @@ def why_not_divisible(config: Config, wanted: WantedDivision) -> str | None:
 @lru_cache(maxsize=64)
 def ask_table(structure: Structure, wanted: WantedDivision) -> str | None:
     model: Any = None
-    with contextlib.suppress(Exception):  # what loads the model says why it cannot be built
+    with contextlib.suppress(Exception):  # whatever loads the model reports why it cannot be built
         model = build(structure)
     if model is None:
         return None
@@ -95,7 +96,7 @@ def ask_table(structure: Structure, wanted: WantedDivision) -> str | None:
 
 
 def build(structure: Structure) -> Any:
-    """The model as a run builds it, without numbers."""
+    """Build the model as a run does, without numbers."""
     kind: Any = AutoModel if structure.scalar else AutoModelForCausalLM
     options = {"attn_implementation": attention.register(), "experts_implementation": experts.register()}
     with torch.device("meta"):

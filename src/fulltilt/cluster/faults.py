@@ -1,10 +1,10 @@
-"""Out-of-memory errors on purpose, to test what a run makes of them. Off unless the environment variable FULLTILT_OUT_OF_MEMORY is set.
+"""Out-of-memory errors on purpose, to test how a run handles them. Off unless the environment variable FULLTILT_OUT_OF_MEMORY is set.
 
 Its value is a list, separated by commas, of `ROLE.WHERE:NUMBER`, or `ROLE.WHERE:FIRST-LAST` for several in a row, each followed by
 `@WORKER` unless all workers shall fail. NUMBER counts from 1, since the worker was made:
 
     forward     passes with a gradient: in the model's last layer, before its results exist
-    backward    the same passes: when half of the gradients have been accumulated; where parameters are shared out, half of the layers'
+    backward    the same passes: when half of the gradients have been accumulated; where parameters are sharded, half of the layers'
     optimizer   optimizer steps: once gradients are summed over all workers, before the first parameter changes
     passes      passes without a gradient, in the same place
     collectives exchanges between workers inside passes, with and without a gradient and in rollouts: before they begin
@@ -35,7 +35,7 @@ FAULT = re.compile(r"(?P<role>\w+)\.(?P<where>\w+):(?P<first>\d+)(-(?P<last>\d+)
 
 
 def install(worker: Worker, faults: str | None = None) -> None:
-    """Have a worker run out of memory where `faults` says, or the environment variable."""
+    """Make a worker run out of memory where `faults` says, or else the environment variable."""
     given = os.environ.get(VARIABLE, "") if faults is None else faults
     for text in filter(None, given.split(",")):
         found = FAULT.fullmatch(text.strip())
@@ -48,7 +48,7 @@ def install(worker: Worker, faults: str | None = None) -> None:
 
 
 class Due:
-    """Whether it is the turn of a call, of which the first to fail is `first`."""
+    """Decides whether a call is to fail. `first`: the number of the first call to fail."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last, self._numbers = first, last, itertools.count(1)
@@ -62,7 +62,7 @@ def fail(*_: object) -> None:
 
 
 def before(owner: Any, method: str, due: Callable[[], bool], then: Callable[[], object] = fail) -> None:
-    """Do something before each call of an object's method that is due."""
+    """Do something before each call of an object's method for which `due` is true."""
     own = getattr(owner, method)
 
     def called(*given: Any, **named: Any) -> Any:
@@ -105,7 +105,7 @@ def in_backward(worker: Worker, role: str, due: Callable[[], bool]) -> None:
             handle.remove()
             (states[0] if isinstance(states, tuple) else states).register_hook(fail)
 
-        if any(map(is_shard, learning)):  # gradients go to parameters that are whole, which a pass makes anew
+        if any(map(is_shard, learning)):  # gradients go to whole parameters, which every pass makes again
             handle = layers[len(layers) // 2 - 1].register_forward_hook(watch)
         else:
             handle = learning[len(learning) // 2].register_hook(stop)
@@ -118,7 +118,7 @@ def in_optimizer(worker: Worker, role: str, due: Callable[[], bool]) -> None:
 
 
 def in_passes(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    """`part_of` is called in every pass, also by a copy of the role, which has the same."""
+    """Fail in passes without gradient. `part_of` is called in every pass, also by a copy of the role, which shares the method."""
     layers = layers_of(worker.roles[role].model)
     before(worker.roles[role], "part_of", lambda: not torch.is_grad_enabled() and due(), lambda: fail_in(layers[-1]))
 
@@ -137,7 +137,7 @@ def in_prefill(worker: Worker, role: str, due: Callable[[], bool]) -> None:
 
 
 def in_decode(worker: Worker, role: str, due: Callable[[], bool]) -> None:
-    on_cpu = worker.account.device.type == "cpu"  # where steps run when their results are asked for
+    on_cpu = worker.account.device.type == "cpu"  # on a CPU, steps run when their results are asked for
     method = "launch" if not on_cpu else "_take" if worker.sampling.size == 1 else "start"
     before(worker.engine.decoder, method, due)  # type: ignore[union-attr]
 

@@ -1,7 +1,7 @@
 """The devices of this machine, as a run would use them, for tuning: their names and number, and figures for the models of memory and time.
 
-Guaranteed: figures are those of the hardware table; of a CPU, and of a GPU that the table lacks, arithmetic and bandwidth are measured,
-which takes a fraction of a second.
+Guaranteed: figures come from the hardware table; for a CPU, or a GPU that the table lacks, arithmetic and bandwidth are measured, which
+takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def device_name(device: torch.device) -> str:
 
 
 def devices_of(config: Config) -> tuple[torch.device, int]:
-    """The device that a run would use here, and how many of them."""
+    """Return the device that a run would use here, and how many of them."""
     device = choose_device(config.run.device)
     return device, count_workers(config, device.type) * config.cluster.nodes
 
 
 def cluster_here(config: Config) -> Cluster:
-    """The devices for the models of memory and time: figures of the table, or measured ones where it has none."""
+    """Describe the devices for the models of memory and time, by figures of the table or, where it has none, measured ones."""
     device, count = devices_of(config)
     workers = max(1, count // config.cluster.nodes)
     if device.type == "cpu":
@@ -56,7 +56,7 @@ def cluster_here(config: Config) -> Cluster:
 
 
 def measured_figures(base: Accelerator, device: torch.device) -> Accelerator:
-    """The device with the arithmetic and the bandwidth that it shows in a fraction of a second."""
+    """Return the device with its arithmetic and bandwidth as measured in a fraction of a second."""
     on_cuda = device.type == "cuda"
     side, kind = (4096, torch.bfloat16) if on_cuda else (768, torch.float32)
     matrix, numbers = torch.ones(side, side, dtype=kind, device=device), torch.ones(2**26 if on_cuda else 2**23, device=device)
@@ -77,13 +77,13 @@ def measured_figures(base: Accelerator, device: torch.device) -> Accelerator:
 
 
 def free_memory() -> None:
-    """Give back what a run that has ended held on the device."""
+    """Free what a run that has ended held on the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def wait_for_device() -> None:
-    """Until this process's device has done its work."""
+    """Wait until this process's device has finished its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""What keeps the workers of one machine for a driver on another: an object there, whose methods the driver calls.
+"""The keeper of one machine's workers, for a driver on another machine: an object whose methods the driver calls.
 
-Enters: questions about the machine, then the ranks of its workers and where the driver listens. Leaves: what the machine has, and a process
-for each rank that is connected with the driver. Guaranteed: no method takes long, however many workers there are, and no worker outlives
-the process of its keeper. Knows neither torch, whose version is one of the questions, nor how the driver reaches it.
+Enters: questions about the machine, then the ranks of its workers and the driver's address. Leaves: facts about the machine, and a process
+for each rank, connected with the driver. Guaranteed: no method takes long, however many workers there are, and no worker outlives its
+keeper's process. Imports no torch, whose version is one of the questions, and does not know how the driver reaches it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes
 
 CONNECT_S = 10.0
-GREETING = struct.Struct("<32sI")  # a secret that only workers of this run know, and the rank
+GREETING = struct.Struct("<32sI")  # format of a greeting: a secret that only workers of this run know, and the rank
 SHARED_MEMORY = Path("/dev/shm")
-# Those whose version decides what a run computes, where they are installed: models, adapters, kernels, rewards, and what reads their files.
+# Packages whose version decides what a run computes, if installed: models, adapters, kernels, rewards, and readers of their files.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "triton", "liger-kernel", "math-verify")
-NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
-OBJECT_STORE = 80 * 2**20  # bytes of it for each machine of a Ray that is started here: Ray takes no less, and nothing large goes through
+NCCL_BYTES = 32 * 2**20  # shared memory for each worker that has a GPU
+OBJECT_STORE = 80 * 2**20  # for each machine of a Ray that is started here: the least that Ray accepts, since nothing large goes through it
 ENLARGE = "Enlarge it (docker run --shm-size=1g)"
 CONFIG = "config.json"
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
@@ -48,33 +48,33 @@ class HubModel:
 
 @dataclass(frozen=True)
 class Questions:
-    """What every machine of a run must have."""
+    """Requirements for every machine of a run."""
 
-    folder: str  # in which the driver works: relative paths begin there
-    marker: str  # a file that the driver has written where the run's folder will be; empty: there is none
-    paths: tuple[str, ...]  # that the workers read
-    models: tuple[HubModel, ...] = ()  # the same, of the hub
+    folder: str  # the driver's working folder, where relative paths begin
+    marker: str  # a file that the driver has written where the run's folder will be; empty: no such file
+    paths: tuple[str, ...]  # paths that the workers read
+    models: tuple[HubModel, ...] = ()  # models on the hub that the workers read
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    pid: int  # process of the keeper
+    pid: int  # the keeper's process
     versions: Mapping[str, str]
     devices: tuple[str, ...]  # the GPUs for these workers
-    shared_memory: int  # free bytes; enough where there is no such file system
+    shared_memory: int  # free bytes; sys.maxsize where there is no such file system
     has_folder: bool
     sees_marker: bool
-    writes_there: bool  # whether files can be written beside the marker
-    contents: Mapping[str, Mapping[str, str] | None]  # for each path, names and digests of its files; None: there is no such path
-    without: Mapping[HubModel, str]  # models that workers here would not find, and why
+    writes_there: bool  # whether files can be written next to the marker
+    contents: Mapping[str, Mapping[str, str] | None]  # by path: names and digests of its files; None: the path does not exist
+    without: Mapping[HubModel, str]  # models that workers here would not find, with the reason
 
 
 @dataclass(frozen=True)
 class SignsOfLife:
-    """What a worker's process shows without being asked."""
+    """Signs that a worker's process gives without being asked."""
 
     ended: bool = False
-    active: bool = True  # as `Child.is_active` has it; where that was not asked: yes
+    active: bool = True  # as in `Child.is_active`; True if that was not asked
 
 
 def facts_of_machine(questions: Questions) -> MachineFacts:
@@ -94,7 +94,8 @@ def facts_of_machine(questions: Questions) -> MachineFacts:
 
 
 def can_write(folder: Path) -> bool:
-    """By writing: the system's rights do not tell what a file system of another machine allows."""
+    """Return whether files can be written in a folder, by writing one: permissions do not tell what another machine's file system
+    allows."""
     try:
         with tempfile.TemporaryFile(prefix=".fulltilt-written-", dir=folder) as file:
             file.write(b"x")
@@ -108,20 +109,21 @@ def may_share_devices() -> bool:
 
 
 def free_shared_memory() -> int:
-    """Bytes; as much as there can be where there is no such file system."""
+    """Return the free bytes of shared memory; the largest integer where there is no such file system."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else sys.maxsize
 
 
 def wrong_shared_memory(free: int, gpus: int, of_machine: str = "") -> Iterator[str]:
     """Refuse a machine on which NCCL would fail: where one GPU cannot read another's memory, workers of a machine exchange tensors through
-    segments of shared memory, unless the user has turned that off. `gpus`: workers of the machine that have one each."""
+    segments of shared memory, unless the user has turned that off. `gpus`: the machine's workers that have a GPU each."""
     if gpus > 1 and free < NCCL_BYTES * gpus and os.environ.get("NCCL_SHM_DISABLE") != "1":
         has, need = in_bytes(free), in_bytes(NCCL_BYTES * gpus)
         yield f"{SHARED_MEMORY}{of_machine} has {has} free, and {gpus} workers need {need}. {ENLARGE}, or set NCCL_SHM_DISABLE=1"
 
 
 def contents(path: Path) -> dict[str, str] | None:
-    """Names of a folder's files, or of the file, and digests of what they hold: weights of two models often have the same size."""
+    """Return the names of a folder's files, or of the file, with digests of their contents: weights of two models often have the same
+    size."""
     if not path.exists():
         return None
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -129,7 +131,8 @@ def contents(path: Path) -> dict[str, str] | None:
 
 
 def why_not_found(model: HubModel) -> str:
-    """Why workers of this machine would find no weights of a hub's model, neither in the cache nor on the hub; empty where they will."""
+    """Return why workers of this machine would find no weights of a model on the hub, neither in the cache nor on the hub; empty if they
+    will."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
@@ -141,15 +144,15 @@ def why_not_found(model: HubModel) -> str:
     except RevisionNotFoundError:
         return "the hub has no such commit"
     except HfHubHTTPError as error:
-        # The hub answers: workers have a token for what it gives to some people only, and this process has not.
+        # The hub answers: workers have a token for models with limited access, and this process has none.
         return "" if error.response.status_code < 500 else first_line(error)
-    except Exception as error:  # whatever the hub's client raises where there is no network, or where it may not use one
+    except Exception as error:  # any error of the hub's client, where there is no network or it may not be used
         return first_line(error)
     return ""
 
 
 def is_complete(index: Path) -> bool:
-    """Whether all files are there that an index of weights names."""
+    """Return whether all files exist that an index of weights names."""
     try:
         return all((index.parent / name).exists() for name in set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError):
@@ -157,10 +160,10 @@ def is_complete(index: Path) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model's folder has its configuration and all files of its weights."""
+    """Return whether a model's folder has its configuration and all files of its weights."""
     if not (folder / CONFIG).exists():
         return False
-    if indexes := list(folder.glob("*.index.json")):  # perhaps one for each format, of which one is enough
+    if indexes := list(folder.glob("*.index.json")):  # perhaps one for each format, and one complete format is enough
         return any(is_complete(index) for index in indexes)
     return any(file.exists() for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}"))
 
@@ -174,7 +177,7 @@ def versions() -> dict[str, str]:
 
 
 def digest_of_source() -> str:
-    """Two copies of this package that have the same number may still differ."""
+    """Return a digest of this package's source: two copies with the same version may still differ."""
     root = Path(fulltilt.__file__).parent
     total = 0
     for file in sorted(root.rglob("*.py")):
@@ -192,8 +195,8 @@ class WorkerKeeper:
     def launch(
         self, ranks: Sequence[int], own_ip: str, driver: tuple[str, int], secret: bytes, environment: Mapping[str, str], folder: str
     ) -> list[int]:
-        """Start the workers of these ranks. Returns the numbers of their processes."""
-        if "OMP_NUM_THREADS" not in environment:  # set for this process, and not for them
+        """Start the workers of these ranks. Returns their process ids."""
+        if "OMP_NUM_THREADS" not in environment:  # this process has the variable, and the workers must not
             os.environ.pop("OMP_NUM_THREADS", None)
         variables = {**interface_variables(own_ip), **environment}
         for rank in ranks:
@@ -210,7 +213,8 @@ class WorkerKeeper:
         return [child.pid for child in self._children]
 
     def signs(self, activity: bool = False) -> list[SignsOfLife]:
-        """The signs of life of each worker; with `activity` also whether it does anything, which takes a look at each of its threads."""
+        """Return the signs of life of each worker; with `activity`, also whether it is active, which takes a look at each of its
+        threads."""
         return [SignsOfLife(child.ended(), not activity or child.is_active()) for child in self._children]
 
     def kill(self, index: int) -> None:
@@ -227,20 +231,21 @@ class WorkerKeeper:
 
 
 def interface_variables(ip: str) -> dict[str, str]:
-    """Gloo would otherwise use the interface to which the machine's name leads, often one that no other machine reaches."""
+    """Return variables that make Gloo use this address's interface. By default it uses the interface of the machine's name, which other
+    machines often cannot reach."""
     name = interface_of(ip)
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
 
 def interface_of(ip: str) -> str | None:
-    """The network interface that has this address, where the system tells."""
+    """Return the network interface that has this address, if the system tells."""
     if sys.platform != "linux":
         return None
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
+            with contextlib.suppress(OSError):  # the interface has no such address
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == ip:
                     return name

@@ -1,7 +1,7 @@
 """Loading the models of a run's roles: verified, with adapters, fused or compiled, and brought back to a checkpoint.
 
-Enters: a configuration, the names of the roles, and the checkpoint to resume from if any. Leaves: `Models`. Guaranteed: a model that does
-not fit its tokenizer, or whose layers would compute something else than transformers' own, is refused.
+Enters: a configuration, the names of the roles, and the checkpoint to resume from if any. Leaves: `Models`. Guaranteed: a model is refused
+if it does not fit its tokenizer, or if its layers would compute something else than those of transformers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config, LoraConfig, shares_model, shares_parameters, uses_reward_model
 from fulltilt.training.checkpoint import Checkpoint
 
-Check = Callable[[PreTrainedModel], dict[int, LayerShape]]  # how a model is verified
+Check = Callable[[PreTrainedModel], dict[int, LayerShape]]  # verifies a model, and returns the shapes of its layers
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
     """The models that were loaded and verified, with fused or compiled layers."""
 
-    own: Mapping[str, torch.nn.Module]  # by role; a reference role that is the actor without its adapters has none of its own
+    own: Mapping[str, torch.nn.Module]  # by role; a reference that is the actor without its adapters has no entry
     layers: Mapping[int, LayerShape]  # the attention shapes of the actor's layers
-    fused: str  # whether their layers run fused or compiled, in words
+    fused: str  # whether the layers run fused or compiled, in words
 
     @property
     def actor(self) -> PreTrainedModel:
@@ -47,32 +47,32 @@ class Models:
 
 
 class Placing:
-    """What is done to one role's model after another so that this worker has its part of it. This class: nothing, each stays whole."""
+    """Gives this worker its part of each role's model, one model after another. This class leaves every model whole."""
 
     def stored(self, role: str) -> bool:
-        """Whether a role's parameters stay in their files until `divide` or `finish` reads what this worker has of them."""
+        """Return whether a role's parameters stay in their files until `divide` or `finish` reads this worker's part of them."""
         return False
 
     def loaded(self, role: str, model: torch.nn.Module) -> None:
-        """Called as soon as a model is loaded, before it has adapters."""
+        """Handle a model that has just been loaded, before it gets adapters."""
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
-        """Called when a model has adapters, before it is fused. What it returns is a second model, for the engine, to be fused too."""
+        """Handle a model that has its adapters, before it is fused. May return a second model, for the engine, to be fused too."""
         return None
 
     def finish(self, role: str, model: torch.nn.Module) -> None:
-        """Called when a model is fused, before the next one is loaded. It has its parameters afterwards."""
+        """Handle a fused model, before the next one is loaded. The model has its parameters afterwards."""
 
     def rest(self, role: str) -> None:
-        """Called after passes of a model that is finished."""
+        """Clean up after passes of a finished model."""
 
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
     resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (), placing: Placing | None = None,
 ) -> Models:  # fmt: skip
-    """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
-    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded."""
+    """Load the actor, unless other workers have it, and the models of `roles`; with an `encoder`, the reward model too. `sampled`: whether
+    the run samples from the actor. `order`: the order in which to load the roles."""
     fusing, layers = Fusing(config, device, placing, learns=bool(roles)), dict[int, LayerShape]()
 
     def load_actor_and_layers() -> PreTrainedModel:
@@ -98,17 +98,17 @@ def load_models(
 
 
 class Fusing:
-    """Divides each role's model, if it is to be, verifies it, and fuses or compiles its layers as `train.fused_layers` and `train.compile`
-    say, and keeps the results for the plan's words. A layer's forward has one owner, so where both could be, what the user set wins over
+    """Divides each role's model if asked to, verifies it, fuses or compiles its layers as `train.fused_layers` and `train.compile` say, and
+    keeps the results for the plan's words. Only one of them may replace a layer's forward: where both could, the user's setting wins over
     auto."""
 
     def __init__(self, config: Config, device: torch.device, placing: Placing | None = None, *, learns: bool = False) -> None:
         self.placing = placing or Placing()
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
-        self.off: str | None = None  # why nothing is fused
-        self.found: dict[str, str] = {}  # what runs the layers of each role
-        self.unverified: dict[str, Check] = {}  # how each model is verified that has no parameters yet
+        self.off: str | None = None  # the reason if nothing is fused
+        self.found: dict[str, str] = {}  # by role, how its layers run
+        self.unverified: dict[str, Check] = {}  # how to verify each model that has no parameters yet
         shared = learns and shares_parameters(config)
         self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shared else ""
         if self.compiles:
@@ -123,8 +123,8 @@ class Fusing:
                 raise UserError(f"train.fused_layers: {self.off}, or remove the key")
 
     def loaded(self, role: str, model: PreTrainedModel | ScalarModel, check: Check) -> dict[int, LayerShape]:
-        """Call it when a model is loaded, before it has adapters. A model whose parameters are in files is verified as soon as this worker
-        has its part of them. Returns the shapes of the layers, if it is verified."""
+        """Verify a loaded model. Call it before the model gets adapters. A model whose parameters are in files is verified as soon as this
+        worker has its part of them. Returns the shapes of the layers, if the model is verified here."""
         self.placing.loaded(role, model)
         if stored_weights(model) is None:
             return check(body_of(model))
@@ -132,8 +132,8 @@ class Fusing:
         return {}
 
     def fuse(self, role: str, whole: PreTrainedModel | ScalarModel) -> dict[int, LayerShape]:
-        """Call it once the model has its adapters, and before anything keeps an address: optimizer, engine, graphs. Returns the shapes of
-        the layers, if it is verified here."""
+        """Fuse a model's layers. Call it once the model has its adapters, and before anything keeps an address: optimizer, engine, graphs.
+        Returns the shapes of the layers, if the model is verified here."""
         also = self.placing.divide(role, whole)
         model, reason, layers = body_of(whole), None, dict[int, LayerShape]()
         complete = stored_weights(whole) is None
@@ -147,7 +147,7 @@ class Fusing:
             elif self.off is None:
                 report = fuse_and_compare(model) if complete else fuse_without_memory(model)
                 self.found[role] = f"{report}{self.aside if report.joined else ''}"
-                # Another role may be of another family; where the actor is, the key would have no effect.
+                # Another role may be of another family; for the actor's family, the key would have no effect.
                 reason = report.left_alone if role == "actor" else None
         except WrongLayers as error:
             if self.compiles:
@@ -161,7 +161,7 @@ class Fusing:
         return layers
 
     def finish(self, role: str, whole: torch.nn.Module) -> None:
-        """Share the model out, if it is to be, and verify it now if that was not possible before."""
+        """Shard the model if asked to, and verify it now if that was not possible before."""
         self.placing.finish(role, whole)
         if check := self.unverified.pop(role, None):
             check_shared(whole, check)
@@ -170,27 +170,27 @@ class Fusing:
     def words(self) -> str:
         if self.off is not None and not self.compiles:
             return f"not fused: {self.off}"
-        # In the same order wherever roles are loaded in another one.
+        # in a fixed order, even if roles are loaded in another one
         found = {role: self.found[role] for role in ("reward_model", "actor", "critic", "ref") if role in self.found}
         roles = {text: [role for role, other in found.items() if other == text] for text in found.values()}
         return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
 
 
 def body_of(model: torch.nn.Module) -> PreTrainedModel:
-    """The part of a critic or reward model that transformers has made; any other model is that itself."""
+    """Return transformers' part of a critic or reward model; any other model is returned as it is."""
     found = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(found, PreTrainedModel)
     return found
 
 
 def whole_layers(layers: Mapping[int, LayerShape], model: PreTrainedModel) -> dict[int, LayerShape]:
-    """The shapes of the whole model's layers, from those of a member's."""
+    """Return the shapes of the whole model's layers, from those of a member's part."""
     whole = load.shape_of(model.config).layers
     return {index: replace(shape, key_heads=whole[index].key_heads) for index, shape in layers.items()}
 
 
 def check_shared(model: torch.nn.Module, check: Check) -> None:
-    """Verify a model that is shared out. A body alone has its layers' parameters only inside a pass of the whole model."""
+    """Verify a sharded model. Layers of a body alone would get their parameters only inside a pass of the whole model."""
     with torch.no_grad():
         if isinstance(model, ScalarModel):
             in_one_pass(model, lambda: check(model.body))
@@ -201,7 +201,8 @@ def check_shared(model: torch.nn.Module, check: Check) -> None:
 def load_actor(
     config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing, *, decodes: bool
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
-    """The model that is trained and sampled from. With adapters the base stays that of the run's start: the checkpoint has only them."""
+    """Load the model that is trained and sampled from. With adapters, the base is the one that the run started from: the checkpoint has
+    only the adapters."""
     adapters = config.lora.rank > 0
     path = resume.model_folder if resume and not adapters else None
     model = load.load_model(config.model, device, path=path, stored=fusing.placing.stored("actor"))
@@ -213,7 +214,8 @@ def load_actor(
 
 
 def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
-    """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
+    """Load the critic. Its body is loaded from where the run started, also after a resume; what it has learned is in the checkpoint's
+    tensors."""
     key, stored = "critic.path" if config.critic.path else "model.path", fusing.placing.stored("critic")
     model = load_scalar(config.model, device, config.critic.path, key=key, head="new", stored=stored)
     if stored:
@@ -226,14 +228,14 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
 
 
 def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
-    """The same layers under the names that they have in a model without a language head."""
+    """Return the settings with the names that layers have in a model without a language head."""
     prefix = f"{body.base_model_prefix}."
     targets = settings.targets if isinstance(settings.targets, str) else [name.removeprefix(prefix) for name in settings.targets]
     return settings.model_copy(update={"targets": targets, "parameters": [name.removeprefix(prefix) for name in settings.parameters]})
 
 
 def make_encoder(config: Config, prompts: Sequence[Prompt]) -> RewardEncoder | None:
-    """The reward model's tokenizer and template, which may not fit the data; None where no prompt is scored by a reward model."""
+    """Make the reward model's tokenizer and template, which may not fit the data; None if no prompt is scored by a reward model."""
     section = config.reward_model
     if not prompts or not uses_reward_model(config):
         return None
@@ -259,7 +261,7 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
 
 
 def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> PreTrainedModel:
-    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
+    """Load the reference, which is always the model that the run started from, also after a resume, and never one from a checkpoint."""
     key = "ref.path" if config.ref.path else "model.path"
     model = load.load_model(config.model, device, path=config.ref.path, key=key, stored=fusing.placing.stored("ref"))
     fusing.loaded("ref", model, partial(verify, key=key, decodes=False))
@@ -272,12 +274,12 @@ def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.d
 
 
 def check_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, path: str | None) -> None:
-    """A role that reads the actor's token ids must have them, and mean the same by them."""
+    """Check that a role that reads the actor's token ids has all of them, with the same meaning."""
     load.check_vocabulary(model, tokenizer)
     try:
         other = load.load_tokenizer(config.model, path, key) if path else tokenizer
     except UserError:
-        return  # a folder without a tokenizer: its ids are taken to be the actor's
+        return  # without a tokenizer in the folder, its ids are assumed to be the actor's
     if other.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{key}: {path} has another tokenizer than model.path, and reads the actor's token ids as other text. Use a model with the "
@@ -286,7 +288,7 @@ def check_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
-    """The function that writes the actor into a folder, and about how many bytes that takes."""
+    """Return a function that writes the actor into a folder, and about how many bytes that takes."""
     everything = sum(parameter.nbytes for parameter in model.parameters())
     if not config.lora.rank:
         return lambda folder: load.export(model, tokenizer, folder, saved_tensors(model)), everything

@@ -1,7 +1,7 @@
 """One worker in this process: a call runs inline, in the thread that reads it.
 
-Enters: the worker's object. Leaves: what its methods yield and return, the very objects. Guaranteed: nothing is copied and no thread is
-started; a method begins when its items or its results are asked for, and what it raises is raised there as it is; `breakpoint()` works.
+Enters: the worker's object. Leaves: the very objects that its methods yield and return. Guaranteed: nothing is copied and no thread is
+started; a method begins when its items or its results are asked for, and its exceptions are raised there unchanged; `breakpoint()` works.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Local:
         return LocalCall(self.worker, method, own, what)
 
     def keep_output(self, folder: Path) -> None:
-        """The worker's output is that of this process."""
+        """Do nothing: the worker's output is that of this process."""
 
     def hurry(self) -> None:
-        """The signal has interrupted the worker already."""
+        """Do nothing: the signal has already interrupted the worker."""
 
     def close(self) -> None:
         pass
 
 
 class LocalInbox:
-    """Messages of the driver, which cannot send one while the method runs: nothing is worth waiting for."""
+    """Messages of the driver. It cannot send any while the method runs in its thread, so `wait` does not wait."""
 
     sign_s = None
 

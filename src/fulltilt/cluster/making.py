@@ -1,7 +1,7 @@
 """A worker, made from an order.
 
-Enters: a `WorkerOrder`, a device, and the workers beside this one if any. Leaves: the `Worker`, its models loaded, verified, restored to
-the checkpoint, and planned. Guaranteed: all workers of a run make the same plan, by the least of what each has measured.
+Enters: a `WorkerOrder`, a device, and the other workers, if any. Leaves: the `Worker`, its models loaded, verified, restored to the
+checkpoint, and planned. Guaranteed: all workers of a run make the same plan, by the least that any of them has measured.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes, joined, many
 
-NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # what a worker has that is alone
+NO_GRIDS: Mapping[str, Grid] = MappingProxyType({})  # for a worker that is alone
 
 
 def be_deterministic() -> None:
@@ -112,28 +112,28 @@ def be_deterministic() -> None:
 
 @dataclass(frozen=True, eq=False)
 class WorkerOrder:
-    """Everything that a worker of a run is made from, in whichever process it is."""
+    """Everything that a worker of a run is made from, in any process."""
 
     config: Config
-    roles: tuple[str, ...]  # those of a training run, none if nothing learns
+    roles: tuple[str, ...]  # the roles of a training run; empty if nothing learns
     texts: TextFacts
     encoder: RewardEncoder | None
     sampled: bool = False  # whether the run samples from the actor
     resume: Checkpoint | None = None
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
-    writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
-    probe: Probe | None = None  # finds what updates take on this device; None: nothing is measured
-    commits: Mapping[str, str] = field(default_factory=dict)  # by hub name of a model, what every worker reads
-    before: int | None = None  # how many workers the run had until it lost some; 0: none had loaded; None: this is no restart
-    only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
+    writer: RewardEncoder | None = None  # writes samples for the reward model, on whichever worker that is
+    probe: Probe | None = None  # measures updates on this device; None: nothing is measured
+    commits: Mapping[str, str] = field(default_factory=dict)  # by hub name of a model, the commit that every worker reads
+    before: int | None = None  # number of workers of the run until it lost some; 0: none had loaded; None: this is no restart
+    only: str | None = None  # the only role of these workers; None: the actor, and all roles without workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
-        """The order of the workers that have this role and no other, or of the actor's. `apart`: the roles that have workers of their
-        own."""
+        """Return the order of workers that have only this role, or of the actor's workers if it is None. `apart`: the roles that have
+        workers of their own."""
         if role is None:
             own = tuple(each for each in self.roles if each not in apart)
             return replace(self, roles=own, encoder=None if "reward_model" in apart else self.encoder)
-        # A checkpoint keeps these numbers of the actor's workers.
+        # A checkpoint keeps these two numbers only for the actor's workers.
         kept = self.kept and {name: count for name, count in self.kept.items() if name not in ("threads", "workers")}
         response = longest_response(self.config) if self.sampled else 0
         texts = replace(self.texts, longest=self.texts.longest + response)
@@ -144,9 +144,9 @@ class WorkerOrder:
 def load_worker(
     order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE, parcels: Parcels | None = None
 ) -> Worker:
-    """`parcels`: given where workers hold the samples that they draw."""
+    """Make a worker from its order. `parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
-    # Also before they are planned: until a number is set, MKL may take another one for each product, whose last bits models are checked by.
+    # Also before they are planned: until a number is set, MKL may choose another one for each product, and models are checked by last bits.
     torch.set_num_threads(max(1, THREADS // ranks.beside))
     roles = list(dict.fromkeys([*order.roles, *judged]))
     own = order if order.roles else replace(order, config=of_evaluation(order.config, ranks.size))
@@ -164,7 +164,7 @@ def load_worker(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
         order=by_role, placing=placing,
     )  # fmt: skip
-    # On another number of workers last bits differ anyway, and each has another share of the machine.
+    # With another number of workers, last bits differ anyway, and each has another share of the machine.
     layout = {"workers": ranks.size, "parts": grid.tensor.size, "rollout_parts": grid.rollout.size}
     kept = order.kept if order.kept and {**layout, "parts": 1, "rollout_parts": 1, **order.kept}.items() >= layout.items() else None
     worker = make_worker(
@@ -200,15 +200,15 @@ def load_worker(
 
 
 def division_of(order: WorkerOrder, roles: Sequence[str], device: torch.device, ranks: Ranks) -> Division:
-    """Among how many workers models are divided. `roles`: those of a training run that have a model here."""
+    """Return among how many workers models are divided. `roles`: the roles of a training run that have a model here."""
     here = roles or [*(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])]
     longest, learns = order.texts.longest, bool(order.roles)
     return find_division(order.config, here, device, ranks, longest, sampled=order.sampled, learns=learns)
 
 
 def of_evaluation(config: Config, workers: int) -> Config:
-    """The configuration of workers where nothing learns: layers are divided as those that an engine reads, if the number of workers allows
-    it, which may be another one than in the run that learned."""
+    """Return the configuration of workers where nothing learns. Layers are divided as for an engine, if the number of workers allows it,
+    which may differ from that of the run that learned."""
     rollout, train = config.rollout.tensor_parallel, config.train.tensor_parallel
     size = (train if train != 1 else "auto") if rollout == "auto" else rollout
     size = 1 if size != "auto" and workers % size else size
@@ -222,8 +222,8 @@ def of_evaluation(config: Config, workers: int) -> Config:
 
 
 def make_grids(order: WorkerOrder, division: Division, ranks: Ranks) -> dict[str, Grid]:
-    """The groups of workers that this one is in, for each role that has a model here. Roles with the same sizes have the same groups. All
-    workers must call it at the same time, and make their groups in the same order."""
+    """Make this worker's groups, for each role that has a model here. Roles with the same sizes have the same groups. All workers must call
+    this at the same time, and make their groups in the same order."""
     wanted = {*order.roles, *(["actor"] if order.only is None else []), *(["reward_model"] if order.encoder else [])}
     if "actor" in wanted and shares_model(order.config):
         wanted.discard("ref")
@@ -238,7 +238,7 @@ def make_grids(order: WorkerOrder, division: Division, ranks: Ranks) -> dict[str
 def place(
     order: WorkerOrder, config: Config, device: torch.device, grids: Mapping[str, Grid], shared: SharedModels, division: Division
 ) -> Placer:
-    """What divides the models and shares them out. All workers must call it at the same time."""
+    """Make the object that divides models and shards their parameters. All workers must call this at the same time."""
     grid, sharer = grids.get("actor") or next(iter(grids.values())), None
     if of_shards := {role: own for role, own in grids.items() if shares_out(config, order.roles, own.data)}:
         sharer = ModelSharer.of(shared, config, of_shards, device, learners_of(order.roles), sampled=order.sampled)
@@ -255,8 +255,8 @@ def place(
 
 
 def experts_of_members(order: WorkerOrder, division: Division, grids: Mapping[str, Grid]) -> tuple[set[str], bool]:
-    """The roles of which a member of a tensor-parallel group has some of the experts, and not a part of every one; and whether the same
-    holds for the model that an engine reads."""
+    """Return the roles of which a member of a tensor-parallel group has some whole experts, rather than a part of every expert, and whether
+    the same holds for the model that an engine reads."""
     divided = {role for role, grid in grids.items() if grid.tensor.size > 1}
     whole = {role for role in divided if order.roles and division.of(order.config, role).experts > 1}
     actor = grids.get("actor")
@@ -270,13 +270,13 @@ def experts_of_members(order: WorkerOrder, division: Division, grids: Mapping[st
 
 
 def decided(config: Config, sharding: Sharding) -> Config:
-    """The configuration with what `auto` has become."""
+    """Return the configuration with `auto` replaced by what was decided."""
     size = sharding.group if sharding.shard == "hybrid" else None
     return config.model_copy(update={"train": config.train.model_copy(update={"shard": sharding.shard, "shard_size": size})})
 
 
 def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: float, roles: Collection[str]) -> str:
-    """All workers in a line, or those with the same roles: each has the same."""
+    """Describe all workers, or those with the same roles, in one line: they are all alike."""
     where = f" on {ranks.of_run // ranks.beside} machines" if ranks.beside < ranks.of_run else ""
     who = f"{ranks.size} workers{where}"
     if ranks.size < ranks.of_run:
@@ -290,7 +290,7 @@ def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: 
 
 
 def describe_adapters(model: PreTrainedModel, part: ModelPart | None) -> str:
-    """`part`: given where this worker has a part of the model."""
+    """Count the trained parameters of adapters, in words. `part`: given where this worker has a part of the model."""
     counts = {name: math.prod(part.whole[name]) if part else own.numel() for name, own in model.named_parameters()}
     trained = sum(counts[name] for name, own in model.named_parameters() if own.requires_grad)
     return f"LoRA: {trained:,} of {sum(counts.values()):,} parameters are trained"
@@ -301,9 +301,10 @@ def make_worker(
     resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, grids: Mapping[str, Grid] = NO_GRIDS,
     sharding: Sharding = UNSHARDED, shared: SharedModels | None = None, division: tuple[str, ...] = (), probe: Probe | None = None,
 ) -> Worker:  # fmt: skip
-    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `grids`: by role, it and the others, which
-    must be made at the same time. `sharding`: the actor's. `shared`: the models as they are divided and shared out among these. `division`:
-    why they are, in words. `probe`: used where passes need no other worker, on the first of the workers for all of them."""
+    """Make the worker over loaded models. `roles`: the roles of a training run; empty if nothing learns. `grids`: by role, this worker's
+    groups; all their members must call this at the same time. `sharding`: the actor's. `shared`: how the models are divided and sharded
+    across these workers. `division`: the reasons for that, in words. `probe`: used where passes need no other worker, by the first worker
+    for all of them."""
     grid = grids.get("actor") or next(iter(grids.values()), ONE_WORKER)
     grids = {role: grids.get(role, grid) for role in ROLE_KEYS}
     ranks, layers, shared = grid.everyone, member_layers(models.layers, grid.rollout.size), shared or SharedModels()
@@ -312,17 +313,17 @@ def make_worker(
     facts = replace(facts, division=division)
     planned = plan_roles(config, facts, kept)
     settings = planned.settings
-    # Everything that holds memory comes before memory is measured.
+    # All memory must be allocated before memory is measured.
     learners, several = set(learners_of(roles)), ranks.size > 1
-    loaded = replicas(models, models.own.keys() - learners, grids, shared) if several else {}  # before some of them make room
+    loaded = replicas(models, models.own.keys() - learners, grids, shared) if several else {}  # before some leave the device to make room
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, grids, shared)
     join_groups(made.roles, settings, ranks, grids, shared)
     notes = restore(resume, made.trainers, models, shared.parts.get("actor"), adapters=config.lora.rank > 0) if resume else ()
     follow_and_sync(shared, models, made.trainers)
-    loaded |= replicas(models, models.own.keys() & learners, grids, shared) if several else {}  # as a checkpoint has restored them
+    loaded |= replicas(models, models.own.keys() & learners, grids, shared) if several else {}  # after a checkpoint has restored them
     if device.type == "cuda" and made.trainers:
         take_workspaces(next(iter(made.trainers.values())))
-    for role in reversed(learners_of(roles)):  # their parameters may move from here on: they are restored, and known to their optimizers
+    for role in reversed(learners_of(roles)):  # from here on, parameters may move: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     waits = why_passes_wait(made.roles, shared)
@@ -366,8 +367,8 @@ def make_worker(
 
 
 def replicas(models: Models, roles: Collection[str], grids: Mapping[str, Grid], shared: SharedModels) -> dict[str, Replica]:
-    """What other workers must have too, of these roles' models, whose parameters are on the device. Where all workers share a model's
-    parameters out, none has the same as another, and nothing is compared."""
+    """Return checksums of these roles' models, which must be on the device, to compare workers. Where all workers share one model's
+    parameters, no two hold the same, and nothing is compared."""
     found: dict[str, Replica] = {}
     for role in sorted(roles):
         model, grid, shards = models.own[role], grids[role], shared.shards.get(role)
@@ -377,12 +378,12 @@ def replicas(models: Models, roles: Collection[str], grids: Mapping[str, Grid], 
 
 
 class WorkerProbe:
-    """What a worker measures of its device while it is made, on the first of the workers for all of them."""
+    """Measures this worker's device while the worker is made; the first worker measures for all of them."""
 
     def __init__(
         self, probe: Probe | None, config: Config, facts: Facts, device: torch.device, ranks: Ranks, waits: str | None = None
     ) -> None:
-        """`probe`: None where nothing is to be measured. `waits`: why nothing can be."""
+        """`probe`: None if nothing is to be measured. `waits`: the reason why nothing can be measured, if any."""
         self.probe, self.config, self.facts, self.device, self.ranks = probe, config, facts, device, ranks
         self.found, self.notes = NOTHING_PROBED, list[str]()
         if probe and waits:
@@ -394,8 +395,8 @@ class WorkerProbe:
         self._limits = {role: TimeLimit(MOST_SECONDS, clock=bool(probe and probe.clock)) for role in facts.roles}
 
     def sized(self, planned: RolePlan, trainers: Mapping[str, Trainer], residents: Residents, *, keeps: bool) -> RolePlan:
-        """The plan with token budgets by what updates take, unless they are given, or kept from an earlier plan. `residents`: moves the
-        parameters of roles that wait, as in the run."""
+        """Return the plan with token budgets from measured updates, except for budgets that are given or kept from an earlier plan.
+        `residents`: moves the parameters of roles that wait, as in the run."""
         if self.probe is None:
             return planned
         sizes = not keeps and self.config.actor.token_budget == "auto"
@@ -405,7 +406,7 @@ class WorkerProbe:
             self.found = Probed(updates=costs["actor"].passes if "actor" in costs else ())
             planned = budgets_by_costs(self.config, self.facts, planned, costs) if sizes else planned
             self.notes += self._where_memory_ran_out(costs, before, planned)
-        if sizes:  # all of them get those of the first, whose device was measured
+        if sizes:  # all workers use the sizes of the first, whose device was measured
             first = planned.budgets if self.ranks.rank == 0 else {}
             agreed = {role: self.ranks.most(first.get(role, 0), self.device) for role in trainers}
             planned = replace(planned, budgets={**planned.budgets, **{role: count for role, count in agreed.items() if count}})
@@ -429,7 +430,8 @@ class WorkerProbe:
             yield f"probe: memory ran out in an update of the {role} with {many(own.ran_out_at, 'token')}: its {then}"
 
     def measure_rollouts(self, engine: Engine, bounds: EngineLimits, longest: int) -> None:
-        """Where updates were measured, on a GPU: the models of time, which are compared with it, know no CPU."""
+        """Measure rollouts if updates were measured too, on a GPU only: the time models, which are compared with the results, cover no
+        CPU."""
         if self.probe is None or not self.found.updates or self.device.type != "cuda" or "actor" not in self.facts.roles:
             return
         own, algorithm = self.config.rollout, self.config.algorithm
@@ -444,14 +446,14 @@ class WorkerProbe:
 
 
 def largest_micro_batches(config: Config, facts: Facts, planned: RolePlan, roles: Collection[str]) -> dict[str, int]:
-    """By role, tokens of the largest micro-batch of an update that there may be."""
+    """Return the tokens of the largest micro-batch that an update of each role may have."""
     algorithm, longest = config.algorithm, longest_row(config, facts)
     rows = -(-algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1) // algorithm.minibatches_per_step)
     return {role: min(rows * longest, micro_batch_tokens(config, facts, role, planned.budgets, 1)) for role in roles}
 
 
 def why_passes_wait(roles: Mapping[str, Role], shared: SharedModels) -> str | None:
-    """Why a pass of some role waits for other workers, which must make it at the same time. None: no pass does."""
+    """Return why some role's pass waits for other workers, which must make it at the same time. None: no pass does."""
     if shared.shards:
         return "workers share out parameters (train.shard)"
     for role, own in roles.items():
@@ -472,7 +474,7 @@ def facts_of_models(
     device: torch.device, models: Models, texts: TextFacts, layers: Mapping[int, LayerShape], grids: Mapping[str, Grid], sharding: Sharding,
     shared: SharedModels, learners: Collection[str], *, sampled: bool,
 ) -> Facts:  # fmt: skip
-    """The facts about loaded models, as they are divided and shared out, that the plan is made from. `grids`: for every role."""
+    """Collect the facts that the plan is made from, about loaded models as they are divided and sharded. `grids`: for every role."""
     grid = grids["actor"]
     sharding = replace(sharding, experts=grid.experts.size)
     of_roles = {
@@ -493,8 +495,8 @@ def facts_of_models(
 def join_groups(
     roles: Mapping[str, Role], settings: Mapping[str, RoleSettings], ranks: Ranks, grids: Mapping[str, Grid], shared: SharedModels
 ) -> None:
-    """Give each role the workers that it computes with. All workers must call it at the same time."""
-    together: dict[int, set[int]] = {}  # by the members that hold a model: of how many of them each shares micro-batches
+    """Give each role the workers that it computes with. All workers must call this at the same time."""
+    together: dict[int, set[int]] = {}  # by members per model: sizes of groups that share micro-batches
     for name in roles:
         together.setdefault(grids[name].tensor.size, set()).add(settings[name].sequence_parallel)
     groups = {members: make_groups(ranks, together[members], members) for members in sorted(together)}
@@ -505,7 +507,7 @@ def join_groups(
 
 
 def follow_and_sync(shared: SharedModels, models: Models, trainers: Mapping[str, Trainer]) -> None:
-    """Tell the model for the engine what learns, and bring it to the weights that are restored."""
+    """Tell the engine's model which model it follows, and copy the restored weights to it."""
     if isinstance(shared.twin, RolloutCopy) and "actor" in trainers:
         optimizer = trainers["actor"].optimizer
         shared.twin.follow(models.actor, shared.parts.get("actor"), shared.shards.get("actor"), lambda: optimizer.version)
@@ -527,7 +529,7 @@ def size_of(role: RoleFacts) -> ModelSize:
 
 @dataclass(frozen=True, eq=False)
 class RolesMade:
-    """Every role of a worker, and what trains and moves them."""
+    """Every role of a worker, with the objects that train and move them."""
 
     roles: Mapping[str, Role]
     trainers: Mapping[str, Trainer]  # one for each role that learns
@@ -539,7 +541,7 @@ def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
     wanted: Collection[str], grids: Mapping[str, Grid], shared: SharedModels | None = None,
 ) -> RolesMade:  # fmt: skip
-    """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
+    """Make the roles and their optimizers. `wanted`: the roles of a training run; empty if nothing learns."""
     roles: dict[str, Role] = {}
     shared = shared or SharedModels()
     residents, options = Residents(), head_options(settings["actor"])
@@ -548,14 +550,14 @@ def make_roles(
     if not wanted:
         roles |= {"actor": Policy("actor", models.actor, 1.0, options=options)} if "actor" in models.own else {}
         return RolesMade(roles, {}, residents, ())
-    for role in ("reward_model", "ref"):  # they make room before the optimizers take theirs
+    for role in ("reward_model", "ref"):  # these leave the device before the optimizers take memory
         if role in models.own and settings[role].offload_params:
             residents.add(role, models.own[role], learns=False)
     residents.need("actor", "critic")
     offloads = [keep_less(models.own[role], settings[role]) for role in ("actor", "critic") if role in wanted]
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
-    of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
+    of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # the actor's schedule must also end with the run
     optimizer_of = partial(make_optimizer, grids=grids, shared=shared)
     trainers: dict[str, Trainer] = {}
     if "actor" in wanted:
@@ -598,8 +600,8 @@ def make_optimizer(
 
 
 def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
-    """Make the layers of a role that learns keep what its settings say. Call it after they are fused or compiled: what is put onto a layer
-    first stays innermost."""
+    """Apply the recompute and offload settings of a role that learns to its layers. Call it after layers are fused or compiled: what is put
+    onto a layer first stays innermost."""
     if settings.recompute != "none":
         apply_recompute(model, Recompute(settings.recompute, settings.recompute_layers, settings.recompute_method))
     return offload_activations(model) if settings.offload_activations else None
@@ -626,7 +628,8 @@ def make_account(device: torch.device, models: Models, made: RolesMade, engine: 
 
 def take_workspaces(trainer: Trainer) -> None:
     """Make one pass with its gradient over a few tokens. cuBLAS keeps memory for each thread that multiplies, and the backward pass has its
-    own thread: taken at the first update, that memory would be inside what the KV cache gave back, which then never fits whole again."""
+    own thread: if taken at the first update, that memory would lie inside memory freed by the KV cache, which then would never fit in one
+    piece again."""
     trainer.optimizer.prepare()
     trainer.role.nothing().backward()  # type: ignore[no-untyped-call]
     trainer.optimizer.zero_grad()
@@ -635,8 +638,8 @@ def take_workspaces(trainer: Trainer) -> None:
 def restore(
     resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, part: ModelPart | None = None, *, adapters: bool
 ) -> tuple[str, ...]:
-    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks. `part`: this worker's
-    part of the actor, where it is divided."""
+    """Restore optimizers, and parameters that no exported model contains. Returns notes on what the checkpoint lacks. `part`: this worker's
+    part of the actor, if it is divided."""
     if not trainers and not adapters:
         return ()
     state = resume.state()

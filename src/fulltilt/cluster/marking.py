@@ -1,8 +1,8 @@
-"""The marks of a mini-batch that several workers compute: its statistics are those of all of them.
+"""Marks of a mini-batch's tokens by statistics over all the workers that compute it.
 
 Enters: an algorithm whose loss treats some tokens apart, and the workers that train together. Leaves: the function that a trainer calls
 with its micro-batches before their first backward. Guaranteed: all workers mark by the same statistics; a worker that computes the same
-tokens as a neighbour, each a part of every layer or stream, does not count them again. All of them must call it at the same time.
+tokens as a neighbour, each a part of every layer or stream, does not count them again. All workers must call the function at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrainingWorkers(Everyone):
         if self.ranks.alone:
             return own.tolist()
         most = self.ranks.most(len(own), self.role.device)
-        # Each worker's stretch begins with how many numbers it has.
+        # Each worker's stretch begins with the count of its numbers.
         flat = own.new_zeros(self.ranks.size * (1 + most))
         stretch = self.ranks.own(flat)
         stretch[0], stretch[1 : 1 + len(own)] = len(own), own

@@ -1,8 +1,8 @@
-"""What a worker's process writes: the end of it for the driver's last words about a worker that died, and all of it in a file that stays.
+"""The output of a worker's process: its end, for the driver's message about a worker that died, and all of it in a file that stays.
 
-Enters: standard output and error, which are one file without a name (`child`), and the path of a file to keep them in, once there is one.
-Leaves: that file, which begins with what was written before. Guaranteed: a file that cannot be written is no error; nothing is made where
-nothing was written; what earlier processes have written to the same path stays in front.
+Enters: standard output and error, which go to one file without a name (`child`), and later the path of a file to keep them in. Leaves: that
+file, including output from before it had a path. Guaranteed: a file that cannot be written is not an error; no file is made where nothing
+was written; output of earlier processes in the same file stays in front.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 
 LARGEST_OUTPUT = 16 * 2**20  # bytes of standard output and error that are kept for the driver
 BLOCK_BYTES = 2**20
-OUTPUT = 1  # the descriptor
+OUTPUT = 1  # the descriptor of standard output
 
 
 class Output:
@@ -24,7 +24,7 @@ class Output:
         self._lock = threading.Lock()  # calls may end in several threads
 
     def copy(self) -> None:
-        """Write to the file what is new."""
+        """Append new output to the file."""
         if self.path is not None:
             with self._lock, contextlib.suppress(OSError):
                 self._copy(self.path)
@@ -38,7 +38,7 @@ class Output:
             self._copied += os.write(self._file, new)
 
     def bound(self) -> None:
-        """Begin the file without a name again once it is large: only its end is of use."""
+        """Truncate the file without a name once it is large: only its end is of use."""
         self.copy()
         with self._lock, contextlib.suppress(OSError):
             if os.fstat(OUTPUT).st_size > LARGEST_OUTPUT:

@@ -1,9 +1,9 @@
 """Micro-batches and rollouts that are measured at the start of a run, for the plan and for predictions.
 
 Enters: the trainer of a role, or the engine, before anything has learned. Leaves: `UpdatePass` and `RolloutPass` records, smallest first.
-Where memory runs out, no larger micro-batch is tried, and no rollout counts as measured. Guaranteed: parameters, optimizer, random
+If memory runs out, no larger micro-batch is tried, or the rollouts do not count as measured. Guaranteed: parameters, optimizer, random
 generators, statistics and limits stay as they are: gradients and samples are dropped, the algorithm's loss is never called, and the
-engine's memory is given back.
+engine's memory is freed.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from fulltilt.training.roles import Policy
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
 
-# Measured micro-batches have the largest one's tokens divided by each of these, and are passed over so many times. On a GPU the small ones
-# measure the host, for which it waits, and the whole one the device.
+# Measured micro-batches: the largest one's tokens divided by each key, with this many passes. On a GPU the small ones measure the host, for
+# which the GPU waits, and the largest one the device.
 SIZES = {"cuda": {32: 9, 8: 5, 1: 3}, "cpu": {32: 2, 16: 2, 8: 2, 4: 2}}
-SHORT = 32  # part of the largest micro-batch that short samples have
+SHORT = 32  # short samples have this part of the largest micro-batch
 LEAST_TOKENS = 64
-REPEATS = 2  # rollouts, of which the faster one counts
-MOST_SECONDS = 15.0  # for the updates of a role, after a first pass that may compile; rollouts have what the actor's leave of it
-RESPONSES = (16, 80)  # tokens of each response in the measured rollouts: their difference is decode steps alone
-MOST_PROMPT_TOKENS = 32768  # that all prompts of a measured rollout have together
+REPEATS = 2  # rollouts, of which the fastest counts
+MOST_SECONDS = 15.0  # for updates of a role, after a first pass that may compile; rollouts have what the actor's updates leave
+RESPONSES = (16, 80)  # tokens of each response in the two measured rollouts, whose difference is decode steps only
+MOST_PROMPT_TOKENS = 32768  # of all prompts of a measured rollout together
 
 Found = TypeVar("Found")
 
 
 class Probe(Protocol):
-    """Finds what was measured earlier, or has it measured: `tune.probe.Prober`. The keys are everything that the results depend on."""
+    """Finds earlier measurements, or makes them: `tune.probe.Prober`. The keys are everything that the results depend on."""
 
     @property
     def clock(self) -> bool:
@@ -63,13 +63,13 @@ class Probe(Protocol):
 
 
 class TimeLimit:
-    """Seconds that measurements may take, of which those inside `counted` are used up. Without a clock: as many as they take."""
+    """The seconds that measurements may take; those inside `counted` are used up. Without a clock, measurements may take any time."""
 
     def __init__(self, seconds: float, *, clock: bool) -> None:
         self._left = seconds if clock else math.inf
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Whether there is time for something that takes so long."""
+        """Return whether there is time for something that takes this long."""
         return seconds < self._left
 
     @contextlib.contextmanager
@@ -85,20 +85,20 @@ class TimeLimit:
 
 
 def environment(device: torch.device, config_keys: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What all measurements depend on, besides the model."""
+    """Return everything that all measurements depend on, besides the model."""
     host = f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     versions = (fulltilt.__version__, torch.__version__, transformers.__version__)
     return (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", host, versions, dict(config_keys))
 
 
 def may_run_out() -> MemoryTrial:
-    """A measurement that memory may run out in: it is dropped, and need not be repeated."""
+    """A trial for a measurement in which memory may run out: the measurement is dropped, and need not be repeated."""
     return MemoryTrial(lambda: True)
 
 
 @contextlib.contextmanager
 def leaving_no_trace(device: torch.device) -> Iterator[None]:
-    """Free what measurements leave in the allocator, however they end: pieces of their sizes would lie in the way of the KV cache."""
+    """Free what measurements leave in the allocator, however they end: pieces of their sizes would fragment the KV cache's memory."""
     try:
         yield
     finally:
@@ -108,7 +108,7 @@ def leaving_no_trace(device: torch.device) -> Iterator[None]:
 
 
 def measured_if_possible(measure: Callable[[], Found], nothing: Found, notes: list[str]) -> Found:
-    """What is measured. A run needs no probe: whatever keeps it from measuring is told, and the run goes on with what was planned."""
+    """Return what `measure` returns. A run needs no probe: on an error it gets a note, and continues with what was planned."""
     try:
         return measure()
     except Exception as error:
@@ -124,9 +124,9 @@ def probe_updates(
     largest: Mapping[str, int], longest: int, where: tuple[Any, ...], limits: Mapping[str, TimeLimit], bring: Callable[[str], None],
     notes: list[str],
 ) -> dict[str, UpdateCosts]:  # fmt: skip
-    """The costs of each role's updates. `largest`: tokens of its largest micro-batch, as planned without a measurement. `longest`: tokens
-    of the longest sample. `where`: the `environment`. `limits`: one for each role, so that a slow one leaves time to the next. `bring`: has
-    a role on the device and no other that may leave it, as in its update. `notes`: get what was not measured, and why."""
+    """Measure the costs of each role's updates. `largest`: tokens of its largest micro-batch, as planned without measurements. `longest`:
+    tokens of the longest sample. `where`: the `environment`. `limits`: one per role, so that a slow one leaves time to the next. `bring`:
+    moves a role to the device, and all others that may leave off it, as for its update. `notes`: gets what was not measured, and why."""
     found, free = {}, min(free_bytes(own.role.device) for own in trainers.values())
     for role, trainer in trainers.items():
 
@@ -154,16 +154,16 @@ class MeasuredSize:
     """The size of a measured micro-batch."""
 
     tokens: int
-    length: int  # tokens of each of its samples
-    passes: int  # over it, whose median counts
+    length: int  # tokens of each sample
+    passes: int  # passes to measure, of which the median counts
 
     def micro_batch(self, vocabulary: int) -> MicroBatch:
         return micro_batch(self.tokens, max(2, min(self.length, self.tokens)), vocabulary)
 
 
 def measure_updates(trainer: Trainer, largest: int, longest: int, vocabulary: int, limit: TimeLimit, *, clock: bool) -> UpdatePasses:
-    """Passes over micro-batches of a few sizes: of samples as long as there may be, and of short ones. They end where memory runs out:
-    how much the smaller ones take, and that this one does not fit, is just what the plan has to know."""
+    """Measure passes over micro-batches of a few sizes, of samples as long as possible and of short ones. Measurements end where memory
+    runs out: the cost of the smaller sizes, and that this one does not fit, is just what the plan needs."""
     kind = trainer.role.device.type
     sizes = [MeasuredSize(max(LEAST_TOKENS, largest // part), longest, passes) for part, passes in SIZES[kind].items()]
     short = max(2, min(longest, largest // SHORT))
@@ -190,13 +190,13 @@ def measure_updates(trainer: Trainer, largest: int, longest: int, vocabulary: in
 
 
 def micro_batch(tokens: int, length: int, vocabulary: int) -> MicroBatch:
-    """Samples of so many tokens, of which all but the first are trained on. The weights are such that gradients are like those of a step: a
-    GPU multiplies zeros faster."""
+    """Make a micro-batch of samples with this many tokens, of which all but the first are trained on. The weights make gradients like those
+    of a step: a GPU multiplies zeros faster."""
     count = max(1, tokens // length)
     positions = np.tile(np.arange(length), count)
     trained = np.flatnonzero(positions)
     return MicroBatch(
-        ids=np.arange(count * length) * 7919 % vocabulary,  # many different tokens, for routers to experts
+        ids=np.arange(count * length) * 7919 % vocabulary,  # many different tokens, so that routers choose different experts
         positions=positions,
         cu_seqlens=np.arange(0, count * length + 1, length, dtype=np.int32),
         rows=tuple(range(count)),
@@ -222,7 +222,7 @@ def measure_size(trainer: Trainer, size: MeasuredSize, vocabulary: int, *, clock
     if clock or device.type == "cuda":
         with collection_off():  # a run's objects are frozen once it begins
             times = [seconds_of_pass(trainer, micro, clock=clock) for _ in range(size.passes)]
-            seconds = median(times) if clock else None  # what holds the host up in one of them is no cost of a pass
+            seconds = median(times) if clock else None  # a pass that the host delays does not count
     if device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(device) - max(before, torch.cuda.memory_allocated(device))
     lengths = np.diff(micro.cu_seqlens).astype(np.int64)
@@ -237,7 +237,7 @@ def seconds_of_pass(trainer: Trainer, micro: MicroBatch, *, clock: bool) -> floa
 
 @contextlib.contextmanager
 def collection_off() -> Iterator[None]:
-    """Keep Python from looking for garbage."""
+    """Turn Python's garbage collection off."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -248,8 +248,8 @@ def collection_off() -> Iterator[None]:
 
 
 def one_pass(trainer: Trainer, micro: MicroBatch) -> None:
-    """Forward and backward through the whole model, with the head of an update. The algorithm's loss, which may be the user's own and keep
-    what it sees, is little beside them."""
+    """Make a forward and backward pass through the whole model, with the head of an update. The algorithm's loss is left out: it may be the
+    user's own and keep its inputs, and takes little time."""
     role, device = trainer.role, trainer.role.device
     weights = torch.from_numpy(micro.weights).to(device)
     if isinstance(role, Policy):
@@ -264,7 +264,7 @@ def one_pass(trainer: Trainer, micro: MicroBatch) -> None:
 
 
 class KeptBytes:
-    """Counts what a forward pass keeps for its backward pass: on a CPU nothing else measures it."""
+    """Counts the bytes that a forward pass keeps for its backward pass: on a CPU nothing else measures them."""
 
     def __init__(self, parameters: Iterator[torch.nn.Parameter]) -> None:
         self._seen = {own.untyped_storage().data_ptr() for own in parameters}
@@ -289,9 +289,9 @@ def probe_rollouts(
     probe: Probe, engine: Engine, limits: EngineLimits, facts: RoleFacts, sampling: Sampling, prompts: int, longest: int,
     where: tuple[Any, ...], device: torch.device, limit: TimeLimit, notes: list[str],
 ) -> Sequence[RolloutPass]:  # fmt: skip
-    """Short rollouts of an engine. `prompts`: those that it gets in a step; `longest`: tokens of the longest. The measured prompts are
-    longer, if that does not take long, so that as much is in the cache as in the middle of a response. None where that does not fit.
-    `notes`: get why nothing counts as measured."""
+    """Measure short rollouts of an engine. `prompts`: number of prompts that the engine gets in a step. `longest`: tokens of the longest.
+    Measured prompts are longer, within limits, so that the cache is as full as in the middle of a response. Returns nothing if
+    that does not fit. `notes`: get the reason if nothing counts as measured."""
     asked = measured_prompts(limits, facts.shape.vocabulary, sampling, prompts, longest)
     if not asked:
         return ()
@@ -304,11 +304,11 @@ def probe_rollouts(
                 found += measure_rollouts(engine, asked, sampling, device, limit)
         finally:
             random.restore(device)
-            lowered = engine.take_limits()  # what it has reported of itself was no rollout of the run
+            lowered = engine.take_limits()  # what it reports now was no rollout of the run
             engine.limit(RolloutLimits(limits.blocks, limits.max_seqs, limits.max_batched_tokens))
             engine.release()
             engine.recorder = Recorder()
-        # An engine goes on by itself after memory has run out, with fewer samples at once, which take longer than those of the run.
+        # After memory has run out, an engine continues with fewer samples at once, which takes longer than the run's rollouts.
         failures = [trial.failure] if trial.failure is not None else list(lowered.failures) if lowered else []
         if failures:
             notes.append(f"probe: rollouts count as not measured, for memory ran out in one: {failures[0]}")
@@ -316,14 +316,14 @@ def probe_rollouts(
             notes.append(f"probe: rollouts count as not measured: {MOST_SECONDS:.0f} seconds were too few for the actor's updates and them")
         return found if not failures and len(found) == len(RESPONSES) else []
 
-    # Not by the number of blocks: it follows what is free, and so what has been measured before.
+    # Without the number of blocks: it follows from free memory, and so from what was measured before.
     own = replace(limits, blocks=0)
     sizes = (facts.shape, facts.parameter_bytes, facts.itemsize, facts.fused, asdict(own))
     return probe.rollouts(repr((where, sizes, sampling, len(asked), len(asked[0].ids))), measure)
 
 
 def measured_prompts(limits: EngineLimits, vocabulary: int, sampling: Sampling, prompts: int, longest: int) -> list[Prompt]:
-    """As many as run at once, or as the KV cache holds, and as long as a run's samples may be when some of them is drawn."""
+    """Make as many prompts as run at once, or as the KV cache holds, each as long as a run's samples may be when part of them is drawn."""
     count = max(1, min(prompts, limits.max_seqs // sampling.samples))
     wanted = min(longest + sampling.max_new_tokens // 4, MOST_PROMPT_TOKENS // count, limits.max_batched_tokens)
     tokens = min(wanted, (limits.longest or longest + sampling.max_new_tokens) - RESPONSES[-1])
@@ -350,7 +350,7 @@ def measure_rollouts(
 
     if not limit.allows():
         return
-    latest = run(RESPONSES[0])  # compiles and captures
+    latest = run(RESPONSES[0])  # compiles and captures CUDA graphs
     for tokens in RESPONSES:
         expected = latest.seconds + latest.decode_seconds * (tokens / latest.response_tokens - 1)  # at most: nothing compiles any more
         if not limit.allows(REPEATS * expected):

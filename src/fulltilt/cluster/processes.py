@@ -1,17 +1,18 @@
-"""Workers that are processes, one for each order: of this machine, or wherever `launch` starts them.
+"""Workers as processes, one for each order, on this machine or wherever `launch` starts them.
 
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
-- Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for
-  `stall_s` seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up. Once the driver
-  has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for a disk. A call
-  that has nothing to tell for long, such as one that loads or saves, sends signs of progress (`alive`). A worker that waits in a
-  collective operation for another that makes progress is not silent. Stacks, and the ends of processes, are waited for once for all.
+- Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
+  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it counts as stuck, which is a failure. After
+  `hurry`, so does a worker that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for a disk. A call that is long
+  without a result, such as one that loads or saves, sends signs of progress (`alive`). A worker that waits in a collective operation for
+  another that makes progress is not silent. The driver waits for the stacks of all workers at once, and for the ends of all processes at
+  once.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
-- An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
+- An exception that interrupts the driver at any moment, such as that of Ctrl-C, neither loses nor mixes up messages: threads that no signal
   reaches send and receive whole messages.
-- No process, thread, descriptor or file is left by `close`. No worker outlives the driver, or the thread of it that made the workers.
+- `close` leaves no process, thread, descriptor or file. No worker outlives the driver, or the driver's thread that made the workers.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from fulltilt.cluster.wire import (
 from fulltilt.records import RunWarning, UserError
 from fulltilt.words import joined
 
-LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
+LOOK_S = 0.25  # how often a wait checks for silence, and for deaths that the socket does not show
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
-LEAVE_S = 1.0  # how long workers may take to end by themselves
-HURRY_S = 15.0  # seconds after Ctrl-C in which a worker may do nothing
+LEAVE_S = 1.0  # how long workers may take to end on request
+HURRY_S = 15.0  # after Ctrl-C, seconds in which a worker may be idle before it counts as stuck
 STACK_S = 1.0  # how long workers may take to write their stacks
-MOST_NAMED = 4  # workers of whom a warning is, by their numbers
+MOST_NAMED = 4  # the most workers that a warning lists by number
 
-Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
+Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it is sent
 
 
 def print_stall(text: str) -> None:
@@ -73,15 +74,15 @@ def warn_user(text: str) -> None:
 
 @dataclass(eq=False)
 class WorkerPeer:
-    """One worker as the driver has it."""
+    """The driver's view of one worker."""
 
     rank: int
     process: ChildProcess
     connection: Connection
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
-    greeted: bool = False  # whether the process runs, so that a signal does not end it
-    label: str = ""  # the role of a worker that has no other
-    warned: SimpleQueue[str] = field(default_factory=SimpleQueue)  # what its warnings say that the user has not been shown
+    greeted: bool = False  # whether the process has said hello; a signal for its stacks would end it before
+    label: str = ""  # the worker's only role, if it has just one
+    warned: SimpleQueue[str] = field(default_factory=SimpleQueue)  # warnings that the user has not been shown
 
     @property
     def name(self) -> str:
@@ -90,25 +91,25 @@ class WorkerPeer:
 
 @dataclass(frozen=True)
 class ShownStacks:
-    texts: Mapping[int, str]  # by rank, of those that have shown any
+    texts: Mapping[int, str]  # by rank, for workers that have written their stacks
     unreachable: Collection[int] = ()  # ranks of workers whose machine does not answer
 
 
 class Launcher(Protocol):
-    """What starts the processes of workers, and knows them all."""
+    """Starts the processes of workers, and keeps track of them."""
 
     def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterable[WorkerPeer]:
-        """Start the workers of these ranks, with these variables besides those that their machines have."""
+        """Start the workers of these ranks, with these variables in addition to those of their machines."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until all processes have ended, but not longer than this by much."""
+        """Wait until all processes have ended, or for about this many seconds."""
 
     def stacks(self, ranks: Sequence[int], seconds: float) -> ShownStacks:
-        """The stacks of these workers, which have greeted, as far as they come within this time."""
+        """Return the stacks that these workers, which have greeted, write within this time."""
 
 
 class LauncherHere:
-    """Starts processes of this machine."""
+    """Starts processes on this machine."""
 
     def __init__(self) -> None:
         self._children: dict[int, Child] = {}
@@ -134,18 +135,18 @@ class ProcessCall:
     def __init__(self, host: Processes, number: int, method: str, what: str, called: Sequence[bool], *, together: bool = False) -> None:
         self._host = host
         self.number = number
-        self.makes = number == 0  # the workers
+        self.makes = number == 0  # whether this call makes the workers
         self.name = what if what == method else f"{what} ({method})"
         self.what = what
         self.called = called
         self.together = together
         self.answered = [not each for each in called]
         self.sent = list(self.answered)
-        self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
-        self.waited_s = 0.0  # since the driver last looked at all workers, not yet in `silent_s`
-        self.idle_s = [0.0] * host.size  # seconds of silence in which the worker did nothing; counted once the driver is in a hurry
-        self.reported = [False] * host.size  # as silent
-        self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
+        self.silent_s = [0.0] * host.size  # seconds that the driver has waited for each worker without hearing from it
+        self.waited_s = 0.0  # seconds waited since the driver last looked at all workers, not yet in `silent_s`
+        self.idle_s = [0.0] * host.size  # seconds of silence in which the worker was idle; counted after `hurry`
+        self.reported = [False] * host.size  # whether the worker's silence was reported
+        self.news: SimpleQueue[None] = SimpleQueue()  # wakes the thread that waits; the other fields say what is new
         self.cancelled = False
         self._began, self.seconds = time.monotonic(), 0.0
         self._items: deque[tuple[int, Any]] = deque()
@@ -170,13 +171,13 @@ class ProcessCall:
 
     def cancel(self) -> None:
         if not self.cancelled and not all(self.answered):
-            if not self.together:  # one that stops early would leave the others waiting for it
+            if not self.together:  # a worker that stops early would leave the others waiting for it
                 self._host.send_all(Cancel(self.number))
             self.cancelled = True
             self._items.clear()
 
     def _wait_for_item(self) -> bool:
-        """Whether there is an item; if not, all workers have returned."""
+        """Wait for an item, or until all workers have returned. Returns whether there is an item."""
         if self.cancelled:
             raise no_results(self.what)
         self._host.wait(self, lambda: bool(self._items) or all(self.answered))
@@ -204,30 +205,30 @@ class ProcessCall:
 @dataclass(frozen=True)
 class Breakdown:
     error: UserError | WorkerError
-    of_collective: bool = False  # perhaps only a consequence of another one
+    of_collective: bool = False  # whether a collective raised it, perhaps only because another worker failed
 
 
 class Processes:
     worker = None  # no worker is in this process
-    on_warning: Callable[[str], None] = staticmethod(warn_user)  # is given each warning of workers, once
-    _shown: frozenset[str] = frozenset()  # what the warnings say that it was given
+    on_warning: Callable[[str], None] = staticmethod(warn_user)  # called once with each warning of workers
+    _shown: frozenset[str] = frozenset()  # warnings that were already shown
 
     def __init__(
         self, orders: Sequence[Any], make: str, *, common: Sequence[Any] = (), what: str = "loading",
         environment: Mapping[str, str] | None = None, launcher: Launcher | None = None, on_stall: Callable[[str], None] = print_stall,
         stall_s: float = 45.0, deadline_s: float = 1800.0, kept: Any = None, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order; if `common` is
-        given, the object that it has for this worker comes first, and one that many have in common is pickled once. What `make` yields
-        tells that it makes progress. `environment`: variables besides those of this process. `launcher` starts the processes: by
-        default, on this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object. `labels`: what
-        messages call each worker, beside its number."""
+        """Start one process per order and have each make its worker. `make`: a "package.module:function" that takes the order; if `common`
+        is given, its object for this worker comes first, and an object for many workers is pickled once. Items that `make` yields show that
+        it makes progress. `environment`: variables in addition to those of this process. `launcher`: starts the processes, by default on
+        this machine. `on_stall`: called with each report of silence. `kept`: must exist as long as this object. `labels`: what messages
+        call each worker, beside its number."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self.hurried = False
         self._kept = kept
         self._numbers = itertools.count()
-        self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
+        self._calls: dict[int, ProcessCall] = {}  # calls that some worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
         self._closing = False
         self._launcher = launcher or LauncherHere()
@@ -243,7 +244,7 @@ class Processes:
                     thread = threading.Thread(target=target, args=(peer,), name=f"worker-{peer.rank}", daemon=True)
                     thread.start()
                     self._threads.append(thread)
-            # An order is read where the worker is made: what it names is imported then, which may take long.
+            # An order is unpickled where the worker is made: that imports what the order names, which may take long.
             once = pickled_once()
             made_from = [tuple(map(once, each)) for each in zip(*filter(len, (common, orders)), strict=True)]
             self.start(make, made_from, what=what).results()
@@ -291,8 +292,8 @@ class Processes:
         self._post([(pack(message, copy=True), None)] * self.size)
 
     def _post(self, messages: Sequence[Envelope | None]) -> None:
-        """Hand its message, if any, to each worker: by one call of C, which neither a signal nor another thread divides, so that every
-        worker gets all calls in the same order."""
+        """Put each worker's message, if any, into its outbox. One call of C does it, which neither a signal nor another thread divides, so
+        that every worker gets all calls in the same order."""
         boxes = [peer.outbox for peer, message in zip(self._peers, messages, strict=True) if message]
         deque(map(SimpleQueue.put, boxes, filter(None, messages)), maxlen=0)
 
@@ -306,9 +307,9 @@ class Processes:
             with contextlib.suppress(Empty):
                 call.news.get(timeout=interval_s)
             call.waited_s += time.monotonic() - began
-            if call.waited_s >= interval_s:  # not at every message: of a thousand workers each would cost a look at all of them
+            if call.waited_s >= interval_s:  # not at every message: with a thousand workers, each message would cost a look at all
                 self._look_at_all(call)
-        if all(all(each.answered) for each in [call, *list(self._calls.values())]):  # by then all have told what they all have to tell
+        if all(all(each.answered) for each in [call, *list(self._calls.values())]):  # by then every worker has sent its warnings
             self._show_warnings()
 
     def _look_at_all(self, call: ProcessCall) -> None:
@@ -329,7 +330,7 @@ class Processes:
         self.hurried = True
 
     def close(self) -> None:
-        """End all workers: those that do not leave within a second are killed. May be called again, also where it was interrupted."""
+        """End all workers, and kill those that do not leave within a second. May be called again, also after an interruption."""
         try:
             if not self._closing and not self._breakdowns:
                 self._closing = True
@@ -367,7 +368,7 @@ class Processes:
     def _send(self, peer: WorkerPeer) -> None:
         while packed := peer.outbox.get():
             parts, call = packed
-            if call:  # not yet in `start`, which may be interrupted before the call is on its way
+            if call:  # not in `start`, which may be interrupted before the call is on its way
                 self._calls[call.number] = call
             try:
                 peer.connection.send(parts)
@@ -421,7 +422,7 @@ class Processes:
         return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
     def _death_of(self, peer: WorkerPeer) -> WorkerDied:
-        """Called when the socket has ended, in any thread."""
+        """Describe how a worker died. Called in any thread when its socket has ended."""
         during = self._current(peer.rank)
         found = peer.process.obituary()
         hint = f". {found.hint}" if found.hint else ""
@@ -440,7 +441,7 @@ class Processes:
         raise found.error.with_traceback(None)
 
     def _look_for_deaths(self) -> None:
-        """Where a process that a worker has started holds its socket open, the end of the worker does not end the connection."""
+        """Shut the connections of workers that have ended. Their sockets stay open if processes that they started hold them."""
         for peer in self._peers:
             if peer.process.ended():
                 peer.connection.shut()
@@ -448,7 +449,7 @@ class Processes:
     # -- warnings -----------------------------------------------------------------------------------------------------------------------
 
     def _show_warnings(self) -> None:
-        """Those that workers have told since the last time, with the names of these unless all have said the same."""
+        """Show the warnings that workers have sent since the last time, naming the workers unless all have sent the same."""
         said: dict[str, list[int]] = {}
         for peer in self._peers:
             with contextlib.suppress(Empty):
@@ -476,7 +477,7 @@ class Processes:
         everyone = self._whereabouts(call)
         in_collective = [rank for rank in pending if everyone[rank].collective]
         if len(in_collective) < len(pending):
-            for rank in in_collective:  # another one is the cause
+            for rank in in_collective:  # a worker outside of the collective is the cause
                 call.idle_s[rank] = 0.0
                 if not any(call.silent_s[other] > self.stall_s for other in pending if other not in in_collective):
                     call.silent_s[rank] = 0.0
@@ -492,7 +493,7 @@ class Processes:
             self.on_stall(self._report(call, late, everyone))
 
     def _stuck(self, call: ProcessCall) -> list[int]:
-        """The workers to give up."""
+        """Return the workers to give up on."""
         pending = (rank for rank, answered in enumerate(call.answered) if not answered)
         return [rank for rank in pending if call.silent_s[rank] > self.deadline_s or call.idle_s[rank] > HURRY_S]
 
@@ -501,7 +502,7 @@ class Processes:
         return report([self._peers[rank].name for rank in silent], seconds, call.what, everyone, loading=call.makes)
 
     def _current(self, rank: int) -> str | None:
-        """The call that the worker has to answer next."""
+        """Return the call that the worker has to answer next."""
         return next((call.name for call in list(self._calls.values()) if not call.answered[rank]), None)
 
     def _whereabouts(self, call: ProcessCall) -> list[Whereabouts]:

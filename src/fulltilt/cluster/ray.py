@@ -1,9 +1,9 @@
 """Workers on several machines: Ray finds the machines and starts a keeper on each, which starts the workers there.
 
-Enters: the address of a Ray cluster, how many machines and workers, what every machine must see. Leaves: a host of workers as on one
-machine: each is a process with a connection of its own to the driver, over which calls, items and results go as to a process beside it.
-Guaranteed: what is wrong with the cluster is refused before a worker starts, all of it at once; Ray prints nothing here; `close` leaves
-neither worker nor actor, and no process of Ray where this run has started it. A worker ends with its keeper, and that with the driver.
+Enters: the address of a Ray cluster, how many machines and workers, and the files that every machine must see. Leaves: a host of workers as
+on one machine: each is a process with its own connection to the driver, for calls, items and results. Guaranteed: an unsuitable cluster is
+refused before a worker starts, with all its mistakes at once; Ray prints nothing here; `close` leaves neither worker nor actor, and no
+process of a Ray that this run has started. A worker ends with its keeper, and a keeper with the driver.
 
 The only file that imports ray.
 """
@@ -60,12 +60,12 @@ from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes, joined, many
 
 ANSWER_S = 10.0  # how long a cluster may take to find free machines, and a worker to greet
-AGAIN_S = 120.0  # the same for a run that has lost workers: Ray frees what they had a moment later, and misses a machine after a minute
+AGAIN_S = 120.0  # the same for a run that has lost workers: Ray frees their resources a moment later, and misses a machine after a minute
 START_S = 120.0  # how long the keepers may take to start, and their workers to connect
 LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
-NICENESS = "RAY_worker_niceness"  # set for a Ray that is started here: left alone it gives workers less of a busy machine than others get
-# Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
+NICENESS = "RAY_worker_niceness"  # set for a Ray that is started here; otherwise Ray lowers the priority of its workers on a busy machine
+# Variables of the driver that workers on other machines get too. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(
     r"(FULLTILT|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|(PY)?TORCH|NCCL|GLOO|OMP|MKL|CUBLAS|TRITON)_\w+|PYTHON(PATH|HASHSEED)"
 )
@@ -76,9 +76,9 @@ TRAVELLING = re.compile(
 
 @dataclass(frozen=True)
 class ClusterMembership:
-    """This process as a part of a Ray cluster."""
+    """This process's membership in a Ray cluster."""
 
-    own: bool = True  # whether it was joined here, and is left here
+    own: bool = True  # whether this process joined here, and must leave here
     files: str | None = None  # the folder of a cluster that was started here
 
     def leave(self) -> None:
@@ -89,14 +89,15 @@ class ClusterMembership:
 
 
 def join(address: str, nodes: int, workers: int, *, gpus: bool = False) -> ClusterMembership:
-    """`gpus`: whether each worker has one. Ray counts a core for it too, of which there may be fewer."""
-    if ray.is_initialized():  # by the program that has called this one
+    """Join a Ray cluster, or start one. `gpus`: whether each worker has a GPU. Ray counts a core for each of them too, and a machine may
+    have fewer."""
+    if ray.is_initialized():  # by the calling program
         return ClusterMembership(own=False)
     if found := find_cluster(address, nodes):
         return start(f"Ray at {found}", address=found)
     if (free := free_shared_memory()) < OBJECT_STORE:
         raise UserError(f"{SHARED_MEMORY} has {in_bytes(free)} free, and Ray needs {in_bytes(OBJECT_STORE)}. {ENLARGE}")
-    files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")  # whatever TMPDIR is: names of sockets must be short
+    files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")  # even if TMPDIR is set: names of sockets must be short
     cores = max(usable_cores(), workers if gpus or may_share_devices() else 0)
     own = {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False, "_temp_dir": files}
     try:
@@ -108,13 +109,13 @@ def join(address: str, nodes: int, workers: int, *, gpus: bool = False) -> Clust
 
 @contextlib.contextmanager
 def cluster_here(nodes: int, cores: int) -> Iterator[str]:
-    """A Ray cluster whose machines are all this one, to show what several would do. Yields its address; nothing of it is left. UserError
-    where Ray does not start: it gives up a machine after 30 seconds."""
+    """Start a Ray cluster whose machines are all this one, to show what several would do. Yields its address, and removes everything at the
+    end. Raises UserError if Ray does not start: Ray gives up on a machine after 30 seconds."""
     files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
-    # In that folder is also the address that `auto` finds: the user's may name another cluster.
+    # This folder also has the address that `auto` finds; the user's folder may name another cluster.
     variables = {**os.environ, **travelling(), "RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
     program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
-    # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
+    # In its own process: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
     kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert kept.stdin and kept.stdout
     try:
@@ -141,22 +142,22 @@ def keep_cluster(nodes: int, cores: int) -> None:
     try:
         for _ in range(nodes):
             cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False)
-    except Exception as error:  # Ray raises plain ones
+    except Exception as error:  # Ray raises plain exceptions
         print("error", first_line(error), flush=True)
-        os._exit(1)  # the processes that Ray has started end at once, without its patience
+        os._exit(1)  # ends the processes that Ray has started at once, without Ray's own waiting
     print("address", cluster.address, flush=True)
     sys.stdin.read()
     cluster.shutdown()
 
 
 def start(what: str, files: str | None = None, **options: Any) -> ClusterMembership:
-    kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
+    kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # it would outweigh the given address
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(NICENESS, "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray also raises plain exceptions
         hint = "" if "RAY_AUTH_MODE" in os.environ or files else ". A cluster that asks for a token needs RAY_AUTH_MODE=token here, too"
         raise UserError(f"cluster.address: {what} cannot be used: {first_line(error)}{hint}") from error
     finally:
@@ -179,11 +180,11 @@ class Machine:
     keeper: Any
     node: str = ""  # Ray's name for it
     open: bool = True
-    lost: str = ""  # why the keeper does not answer any more
-    silent: bool = False  # whether the last answer did not come in time: nobody waits for another one until it does
-    signs: list[SignsOfLife] = field(default_factory=list)  # what its workers last showed
-    activity: bool = False  # whether the keeper is asked for it
-    _asked: Any = None  # the question for signs of life, while it is not answered
+    lost: str = ""  # why the keeper no longer answers
+    silent: bool = False  # whether the last answer was late: nobody waits for another one until it has come
+    signs: list[SignsOfLife] = field(default_factory=list)  # the last signs of life of its workers
+    activity: bool = False  # whether to ask the keeper for its workers' activity
+    _asked: Any = None  # the pending question for signs of life
     _asked_at: float = 0.0
     _asking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -191,14 +192,15 @@ class Machine:
         return self.name if self.name == self.ip else f"{self.name} ({self.ip})"
 
     def tell(self, method: str, *args: Any) -> Any:
-        """A call that nobody waits for yet."""
+        """Call the keeper without waiting for the answer."""
         if self.open:
             with contextlib.suppress(RayError):
                 return getattr(self.keeper, method).remote(*args)
         return None
 
     def answer(self, question: Any, seconds: float = CALL_S, *, anyway: bool = False) -> Any:
-        """None where the keeper does not answer. Does not wait for one that has been silent, unless `anyway`."""
+        """Return the answer to a question, or None if the keeper does not answer. Does not wait for a keeper that has been silent, unless
+        `anyway`."""
         if self.open and question is not None:
             try:
                 found = ray.get(question, timeout=0.0 if self.silent and not anyway else seconds)
@@ -212,7 +214,7 @@ class Machine:
         return None
 
     def signs_of(self, index: int) -> SignsOfLife:
-        """As far as they are known: does not wait."""
+        """Return the latest known signs of life of a worker, without waiting."""
         if self._asking.acquire(blocking=False):
             try:
                 self._look()
@@ -234,7 +236,7 @@ class RemoteChild:
     """A worker's process on a machine that has a keeper."""
 
     machine: Machine
-    index: int  # among the workers of the machine
+    index: int  # place among the machine's workers
     pid: int
 
     @property
@@ -248,12 +250,12 @@ class RemoteChild:
         return self.machine.signs_of(self.index).ended
 
     def is_active(self) -> bool:
-        """As its keeper has found it a moment ago."""
+        """Return what the keeper found a moment ago."""
         self.machine.activity = True
         return self.machine.signs_of(self.index).active
 
     def obituary(self) -> Obituary:
-        # The end of the worker's connection has just shown that something on its machine lives.
+        # The end of the worker's connection has just shown that its machine is alive.
         found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S, anyway=True)
         return found or Obituary(f"is gone, with the Ray actor that kept the workers of its machine: {self.machine.lost}")
 
@@ -262,7 +264,7 @@ class RemoteChild:
 
 
 def answers(questions: Mapping[Machine, Any], seconds: float) -> dict[Machine, Any]:
-    """What machines answer within this time, all of them together; None for one that does not."""
+    """Collect the answers of machines within this time, all together; None for a machine that does not answer."""
     waited_for = [question for machine, question in questions.items() if question is not None and not machine.silent]
     if waited_for:
         ray.wait(waited_for, num_returns=len(waited_for), timeout=seconds)
@@ -271,23 +273,24 @@ def answers(questions: Mapping[Machine, Any], seconds: float) -> dict[Machine, A
 
 @dataclass(frozen=True)
 class Shared:
-    """What all machines must see as this one does: the run's folder, and by their keys the files that workers read."""
+    """Everything that all machines must see as this one does: the run's folder, and the files that workers read, by the keys of their
+    settings."""
 
     run_folder: Path
     paths: Mapping[str, str]
-    models: Mapping[str, HubModel] = field(default_factory=dict)  # the same, of the hub
+    models: Mapping[str, HubModel] = field(default_factory=dict)  # models on the hub, by the same keys
 
 
 class Machines:
-    """Machines of a Ray cluster that have been reserved, each with a keeper."""
+    """Reserved machines of a Ray cluster, each with a keeper."""
 
     def __init__(
         self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None, before: int | None = None,
         say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
-        """`workers`: of each machine; None: one for each GPU that it has. `gpus`: whether each has one; None: no, because this machine has
-        none, which must then hold for all. `before`: how many workers a run had that has just lost some, which Ray may not know yet; 0:
-        none had loaded; None: it has lost none. `say`: told what is waited for."""
+        """`workers`: per machine; None: one for each of its GPUs. `gpus`: whether each worker has a GPU; None: no, because this machine has
+        none, which must then hold for all machines. `before`: how many workers per machine a run had that has just lost some, which Ray may
+        not know yet; 0: none had loaded; None: it has lost none. `say`: told what is waited for."""
         self._joined = join(address, nodes, workers or 1, gpus=bool(gpus))
         self._group: PlacementGroup | None = None
         self._machines: list[Machine] = []
@@ -313,7 +316,7 @@ class Machines:
 
     @property
     def places(self) -> list[Place]:
-        """Of each rank."""
+        """Return the place of each rank."""
         found = []
         for machine, facts in zip(self._machines, self.facts, strict=True):
             gpus = facts.devices[: self.workers] if self._gpus else [""] * self.workers
@@ -322,7 +325,7 @@ class Machines:
 
     def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
         secret, folder = secrets.token_bytes(32), os.getcwd()
-        variables = {name: value for name, value in travelling().items() if name != "PYTHONPATH"}  # which the keeper adds to its own
+        variables = {name: value for name, value in travelling().items() if name != "PYTHONPATH"}  # the keeper adds this one to its own
         with contextlib.ExitStack() as on_failure, socket.create_server((self.ip, 0), backlog=len(ranks)) as server:
             address = (self.ip, server.getsockname()[1])
             parts = [ranks[index * self.workers : (index + 1) * self.workers] for index in range(len(self._machines))]
@@ -342,8 +345,8 @@ class Machines:
         answers({machine: machine.tell("wait", seconds) for machine in self._machines}, seconds + CALL_S)
 
     def stacks(self, ranks: Sequence[int], seconds: float) -> ShownStacks:
-        """One question for all workers of a machine, and one deadline for all machines."""
-        homes: dict[Machine, dict[int, int]] = {}  # by the place among a machine's workers, their ranks
+        """Ask each machine once for the stacks of all its workers, with one deadline for all machines."""
+        homes: dict[Machine, dict[int, int]] = {}  # by machine: ranks by the index of the worker on it
         for rank in ranks:
             homes.setdefault(self._homes[rank].machine, {})[self._homes[rank].index] = rank
         asked = {machine: machine.tell("stacks", list(own), seconds) for machine, own in homes.items()}
@@ -368,7 +371,7 @@ class Machines:
 
     def _keep(self, index: int, node: Mapping[str, Any], gpus: bool | None) -> Machine:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        # CUDA_VISIBLE_DEVICES stays as it is where no GPU was asked for.
+        # CUDA_VISIBLE_DEVICES stays as it is if no GPU was asked for.
         variables = {**known_to_ray(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         keeper = ray.remote(WorkerKeeper).options(
             num_cpus=self.workers,
@@ -404,7 +407,7 @@ def count_machines() -> int:
 
 
 def count_gpus(nodes: int) -> int:
-    """The most that as many machines have."""
+    """Return the most GPUs that at least `nodes` machines have, but no fewer than 1."""
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
     return max(1, counts[nodes - 1]) if nodes <= len(counts) else 1
 
@@ -424,7 +427,7 @@ def refuse_few(nodes: int, workers: int, gpus: bool | None) -> None:
 
 
 def fitting_nodes(workers: int, gpus: bool | None) -> list[Mapping[str, Any]]:
-    """The machines that have as much, whether it is free or not."""
+    """Return the machines with enough resources, whether these are free or not."""
     return [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(kind, 0) >= workers for kind in kinds(gpus))]
 
 
@@ -446,15 +449,15 @@ def listed_machines(nodes: Sequence[Mapping[str, Any]]) -> str:
 def reserve_again(
     nodes: int, workers: int | None, gpus: bool | None, before: int, say: Callable[[str], None]
 ) -> tuple[int, PlacementGroup]:
-    """As `reserve`, where Ray may still count what workers had that are gone, or a machine that is gone. `before`: how many each machine
-    had, of which fewer are taken only if the user leaves the number open, and only after the wait."""
+    """Reserve as `reserve` does, while Ray may still count the resources of workers or a machine that are gone. `before`: how many workers
+    each machine had; fewer are taken only if the user leaves the number open, and only after the wait."""
     deadline, told = time.monotonic() + AGAIN_S, False
     while True:
         try:
             return reserve(nodes, workers or before or None, gpus)
         except UserError as error:
             if time.monotonic() > deadline:
-                with contextlib.suppress(UserError):  # what was wanted first is told
+                with contextlib.suppress(UserError):  # the first error is the one to raise
                     if workers is None and count_gpus(nodes) < before:
                         return reserve(nodes, None, gpus)
                 raise UserError(f"Ray has not had what the restart needs within {AGAIN_S:.0f} s: {error}") from error
@@ -465,7 +468,7 @@ def reserve_again(
 
 
 def reserve(nodes: int, workers: int | None, gpus: bool | None) -> tuple[int, PlacementGroup]:
-    """How many workers each machine has, and the machines' resources for them."""
+    """Reserve machines. Returns how many workers each has, and the reserved resources."""
     workers = workers or count_gpus(nodes)
     refuse_few(nodes, workers, gpus)
     bundle = {kind: float(workers) for kind in kinds(gpus)}
@@ -481,7 +484,7 @@ def reserve(nodes: int, workers: int | None, gpus: bool | None) -> tuple[int, Pl
 
 
 def nodes_of(group: PlacementGroup) -> list[Mapping[str, Any]]:
-    """The machine of each bundle."""
+    """Return the machine of each bundle."""
     known = {node["NodeID"]: node for node in ray.nodes()}
     places = placement_group_table(group)["bundles_to_node_id"]
     return [known[places[index]] for index in sorted(places)]
@@ -495,13 +498,13 @@ def travelling() -> dict[str, str]:
 
 
 def known_to_ray() -> dict[str, str]:
-    """Those of them that processes of Ray itself get: it keeps a record of these, so that tokens and keys go to workers only."""
+    """Return the travelling variables that processes of Ray itself get. Ray records these, so tokens and keys go to workers only."""
     return {name: value for name, value in travelling().items() if not re.search("TOKEN(?!IZERS)|KEY|SECRET|PASSWORD", name)}
 
 
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
-    """A file in the folder, or in the nearest one above that exists: whoever sees it sees the folder."""
+    """Make a temporary file in the folder, or in the nearest existing one above it: a machine that sees the file sees the folder."""
     above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     try:
         with tempfile.NamedTemporaryFile(prefix=".fulltilt-seen-", dir=above) as file:
@@ -511,7 +514,7 @@ def marked(folder: Path) -> Iterator[str]:
 
 
 def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shared, gpus: int) -> Iterator[str]:
-    """What is wrong with a machine, seen from this one. `gpus`: how many its workers need."""
+    """Describe what is wrong with a machine, compared with this one. `gpus`: how many GPUs its workers need."""
     for package in {**here.versions, **there.versions}:
         theirs, ours = (each.versions.get(package) for each in (there, here))
         if theirs != ours:
@@ -561,7 +564,7 @@ def answer_of(question: Any, whose: str = "a machine", seconds: float = START_S)
 def accept(
     server: socket.socket, secret: bytes, size: int, started: Sequence[Any], on_failure: contextlib.ExitStack
 ) -> dict[int, socket.socket]:
-    """The connections of all workers, by rank."""
+    """Accept the connections of all workers. Returns them by rank."""
     found: dict[int, socket.socket] = {}
     deadline = time.monotonic() + START_S
     server.settimeout(0.25)
@@ -583,7 +586,7 @@ def accept(
 
 
 def greeting(connection: socket.socket, secret: bytes) -> int | None:
-    """The rank of who connects; None: no worker of this run."""
+    """Return the rank of a worker that connects; None if it is not a worker of this run."""
     connection.settimeout(ANSWER_S)
     with contextlib.suppress(OSError):
         received = connection.recv(GREETING.size, socket.MSG_WAITALL)
@@ -600,7 +603,7 @@ def greeting(connection: socket.socket, secret: bytes) -> int | None:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A machine of a cluster, for people."""
+    """A description of a cluster's machine, for people."""
 
     name: str
     has: str
@@ -615,7 +618,7 @@ class ClusterReport:
 
 
 def survey(address: str) -> ClusterReport:
-    """What a cluster has, and how each of its machines differs from this one. Starts no Ray, and takes nothing that a run could use."""
+    """Describe a cluster, and how each of its machines differs from this one. Starts no Ray, and reserves nothing."""
     found = address if address != "auto" else current_cluster()
     if not found:
         raise UserError("no Ray cluster runs on this machine. Run `ray start --head`, or name the machine on which one runs: HOST:PORT")
@@ -635,8 +638,8 @@ def counted(resources: Mapping[str, float]) -> list[str]:
 
 
 def wrong_machines(address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None) -> list[str]:
-    """What is wrong with a cluster for such a run, as `Machines` would refuse it, and with all of its machines that have enough: any
-    of them may be the run's. Takes nothing that a run could use."""
+    """List what is wrong with a cluster for such a run, as `Machines` would refuse it, and with all machines that are large enough, since
+    the run may get any of them. Reserves nothing."""
     part = join(address, nodes, workers or 1, gpus=bool(gpus))
     try:
         workers = workers or count_gpus(nodes)
@@ -650,7 +653,7 @@ def wrong_machines(address: str, nodes: int, workers: int | None, shared: Shared
             if isinstance(there, UserError):
                 mistakes.append(str(there))
                 continue
-            mistakes += differences(str(machine), there, here, shared, 0)  # a task without a GPU sees none
+            mistakes += differences(str(machine), there, here, shared, 0)  # a task without a GPU sees no devices
             mistakes += wrong_shared_memory(there.shared_memory, workers if gpus else 0, f" of the machine {machine}")
         return mistakes
     finally:
@@ -673,7 +676,7 @@ def report_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineRepor
 def ask_machines(
     nodes: Sequence[Mapping[str, Any]], questions: Questions
 ) -> Iterator[tuple[Mapping[str, Any], Machine, MachineFacts | UserError]]:
-    """All are asked at once, and have the same deadline."""
+    """Ask all machines at once, with one deadline."""
     look, deadline = ray.remote(facts_of_machine), time.monotonic() + START_S
     asked = [
         look.options(

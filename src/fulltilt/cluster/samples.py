@@ -1,10 +1,10 @@
-"""The samples of a run, as the loop uses them, wherever they are: here in the driver, or in the workers that drew them (several machines).
+"""The samples of a run, as the loop uses them: held here in the driver or, on several machines, by the workers that drew them.
 
 Enters: prompts. Leaves: groups with their scores, rows with advantages, sums for metrics, files for people, arrays for checkpoints. Both
-classes have the same methods. What the loop gets and gives back are whole groups and rows, or only their heads: the loop reads nothing else
-of them, so that its code is the same. Guaranteed: both compute the same, metrics up to the order in which numbers are added; beyond one
-machine neither tokens nor texts pass through the driver, except for a user's own advantage function, which reads all rows, for the few
-samples that a logger shows after a validation, and for carried-over groups when a run is resumed.
+classes have the same methods. The loop gets and gives back whole groups and rows, or only their heads; it reads no more than heads have, so
+its code is the same. Guaranteed: both classes compute the same, metrics up to the order in which numbers are added; on several machines
+neither tokens nor texts pass through the driver, except for a user's own advantage function, which reads all rows, for the few samples that
+a logger shows after a validation, and for carried-over groups when a run is resumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config
 
-Judge = Callable[[Sequence[Any]], list[Any]]  # gives rows the reward model's values
+Judge = Callable[[Sequence[Any]], list[Any]]  # returns the reward model's values of rows
 Say = Callable[[str], None]
 GATHERED = "algorithm.advantage: the rows of every step are sent to the driver, since this function reads all of them"
 
@@ -41,18 +41,18 @@ GATHERED = "algorithm.advantage: the rows of every step are sent to the driver, 
 @dataclass(frozen=True, eq=False)
 class Estimated:
     rows: list[Any]  # with advantages
-    divergences: list[float]  # with a KL penalty: the mean KL of each row
+    divergences: list[float]  # with a KL penalty: the mean KL of each row; otherwise empty
     sums: RowSums
 
 
 class SamplesHere:
-    """All samples are in this process, and reward functions in processes of this machine."""
+    """Samples in this process, with reward functions in processes of this machine."""
 
     def __init__(self, config: Config, algorithm: Algorithm, crew: Crew, reward: RewardPool, encoder: RewardEncoder | None) -> None:
         self.config, self.algorithm, self.crew, self.reward, self.encoder = config, algorithm, crew, reward, encoder
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[], None]) -> tuple[Group, ...]:
-        """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
+        """Sample one group for each prompt. Complete groups are scored while the others are sampled."""
 
         def hand_over(group: Group) -> None:
             self.reward.submit(group)
@@ -61,7 +61,7 @@ class SamplesHere:
         return collect(self.crew.generate, prompts, sampling, seed, hand_over)
 
     def score(self, groups: Sequence[Group], judge: Judge, warn: Say) -> list[list[Score]]:
-        """The scores of sampled groups, in their order."""
+        """Return the scores of sampled groups, in their order."""
         scores = self.reward.collect(groups)
         if self.encoder is None:
             return scores
@@ -71,12 +71,12 @@ class SamplesHere:
         return add_model_scores(groups, scores, [row if isinstance(row, str) else next(found) for row in written], self.config.reward)
 
     def rows(self, kept: Sequence[ScoredGroup], step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None) -> list[Row]:
-        """Samples as the trainer sees them, in prompt order."""
+        """Make rows for the trainer, in prompt order."""
         specs = specify_rows(kept, self.algorithm, step, exclude_errors=exclude_errors, baselines=baselines)
         return [build_row(entry, spec) for spec in specs if isinstance(entry := kept[spec.group].group, Group)]
 
     def estimate(self, rows: Sequence[Row], coef: float | None) -> Estimated:
-        """Rows with advantages. `coef`: the weight of the KL penalty, if the algorithm has one."""
+        """Give rows their advantages. `coef`: the weight of the KL penalty, if the algorithm has one."""
         penalised, divergences = list(rows), list[float]()
         if self.algorithm.correct:
             penalised = self.algorithm.correct(penalised)
@@ -89,18 +89,18 @@ class SamplesHere:
         files.write(step, groups, scores)
 
     def texts(self, places: Sequence[tuple[Group, int]]) -> list[str]:
-        """The texts of samples, each given by its group and its place there."""
+        """Return the texts of samples. `places`: each sample's group and its place in the group."""
         return texts_of(places)
 
     def stats(self) -> RewardStats:
-        """Counts of reward calls since the run was started."""
+        """Return counts of reward calls since the run was started."""
         return self.reward.stats()
 
     def take_notes(self) -> list[str]:
         return self.reward.take_notes()
 
     def pack(self, kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-        """Carried-over groups, for a checkpoint: arrays and what its state holds."""
+        """Pack carried-over groups for a checkpoint: arrays, and entries for its state."""
         return surplus.pack(kept) if kept else ({}, [])
 
     def adopt(self, kept: Sequence[ScoredGroup]) -> tuple[ScoredGroup, ...]:
@@ -108,32 +108,33 @@ class SamplesHere:
         return tuple(kept)
 
     def release(self, kept: Sequence[ScoredGroup]) -> None:
-        """Nothing but these groups is needed any more."""
+        """Drop all groups but these."""
 
     def close(self) -> None:
         self.reward.close()
 
 
 class SamplesThere:
-    """Each worker holds the samples that it draws, and has reward processes on its machine."""
+    """Samples held by the workers that drew them, each with reward processes on its machine."""
 
     def __init__(self, config: Config, algorithm: Algorithm, crew: Crew, encoder: RewardEncoder | None, *, write_errors: bool) -> None:
         self.config, self.algorithm, self.crew, self.encoder = config, algorithm, crew, encoder
         self._errors_file = Path(config.run.dir) / ERRORS_FILE if write_errors else None
-        self._notes: dict[str, bool] = {GATHERED: False} if algorithm.own_advantage else {}  # and whether each was told
+        self._notes: dict[str, bool] = {GATHERED: False} if algorithm.own_advantage else {}  # whether each note was shown
 
     def _held(self, method: str, *args: Any, what: str) -> list[Any]:
-        """The results of the same call on every worker."""
+        """Make the same call on every worker, and return the results."""
         return self.crew.held(method, [args] * self.crew.hosts.size, what=what)
 
     def _of(self, method: str, groups: Sequence[GroupHead], *beside: Sequence[Any], what: str) -> list[Any]:
-        """Results of a method that gives one for each group, in the order of groups. `beside`: further arguments, one for each group."""
+        """Call a method that returns one result per group, and return the results in the order of groups. `beside`: further arguments, one
+        per group."""
         places = self._places(groups)
         args = [([groups[place].number for place in own], *([each[place] for place in own] for each in beside)) for own in places]
         return in_order(places, self.crew.held(method, args, what=what))
 
     def _places(self, heads: Sequence[GroupHead | RowHead]) -> list[list[int]]:
-        """For each worker, the places of what it holds."""
+        """Return, for each worker, the places of the heads whose samples it holds."""
         return [[place for place, head in enumerate(heads) if head.home == rank] for rank in range(self.crew.hosts.size)]
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[], None]) -> tuple[GroupHead, ...]:
@@ -178,7 +179,7 @@ class SamplesThere:
         return Estimated(heads, divergences, reduce(RowSums.__add__, (sums for _, sums in found)))
 
     def write(self, files: RolloutFiles, step: int, groups: Sequence[GroupHead], scores: Sequence[Sequence[Score]]) -> None:
-        """Workers write their lines, and the driver puts them in order, from file to file."""
+        """Have each worker write its lines to a file, and join the files in order."""
         shown = files.shown(groups)
         places = self._places(shown)
         args = [
@@ -204,7 +205,7 @@ class SamplesThere:
         return new
 
     def pack(self, kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-        """Each worker keeps its arrays for the checkpoint."""
+        """Have each worker keep the arrays of its groups for the checkpoint."""
         groups = heads_of(kept)
         self.crew.held("carry", [([groups[place].number for place in own],) for own in self._places(groups)], what="save")
         return {}, [surplus.described(each) for each in kept]
@@ -220,7 +221,7 @@ class SamplesThere:
         self._write_errors(self.crew.held("release", args, what="the end of a step"))
 
     def close(self) -> None:
-        """Reward processes end with their workers. What failed in a step that did not end is written first, if the workers still answer."""
+        """Write errors of a step that did not end, if the workers still answer. Reward processes end with their workers."""
         with contextlib.suppress(WorkerError):
             self._write_errors(self._held("take_errors", what="the end"))
 

@@ -1,11 +1,11 @@
-"""A worker process from inside: makes its object by the first call, and answers calls over one inherited socket.
+"""A worker process from inside: makes its object in the first call, and answers calls over one inherited socket.
 
 Enters: messages of the driver (`wire`). Leaves: items, results and failures. Guaranteed: a thread of its own reads the messages, so that
-sending to a worker never waits for what it computes; calls run one after the other in the main thread, those started `aside` in a thread
-each; whatever a call raises is reported, and warnings are told. The process ends with the driver: by the system's signal where there is one
-(Linux), else at the end of the socket. Signals that ask processes to stop are the driver's to obey, who may want to save first: a worker
-ignores them. SIGUSR1 has it write its stacks, even while it is stuck in C. While it makes its object, it tells the driver that it gets on:
-by the pages of memory that it fills, not by the clock (`alive`). Imports neither torch nor anything that the driver did not name.
+sending to a worker never waits for its computation; calls run one after the other in the main thread, those started `aside` in a thread
+each; whatever a call raises is reported, and so are warnings. The process ends with the driver: by the system's signal where there is one
+(Linux), else at the end of the socket. A worker ignores signals that ask processes to stop, since the driver may want to save first.
+SIGUSR1 makes it write its stacks, even while it is stuck in C. While it makes its object, it shows progress by the pages of memory that it
+fills, not by the clock (`alive`). Imports neither torch nor anything that the driver did not name.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fulltilt.records import UserError
 from fulltilt.words import first_line
 
 LONGEST_TRACEBACK = 20_000  # characters
-STALL_S = "FULLTILT_STALL_S"  # the variable with the seconds after which the driver reports a worker that is silent
-SIGNS = 4  # signs of life in this time, from a worker that gets on
+STALL_S = "FULLTILT_STALL_S"  # the environment variable for the seconds after which the driver reports a silent worker
+SIGNS = 4  # signs of life that a worker with progress sends in this time
 _PR_SET_PDEATHSIG = 1
 
 
 class ProcessInbox:
-    """Messages for one call: put by the thread that reads the socket, taken by the call. `send` gives the driver an item of the call."""
+    """Messages for one call: put by the thread that reads the socket, taken by the call. `send` sends the driver an item of the call."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self.send = send
@@ -83,7 +83,7 @@ class Server:
         self._connection = connection
         self._waiting: SimpleQueue[Start | None] = SimpleQueue()  # calls for the main thread; None: leave
         self._inboxes: dict[int, ProcessInbox] = {}  # by call, for those that have not ended
-        self._warned: SimpleQueue[str] = SimpleQueue()  # what the driver has not been told yet
+        self._warned: SimpleQueue[str] = SimpleQueue()  # warnings that the driver has not received yet
         self._output = Output()
         self._worker: Any = None
 
@@ -103,7 +103,7 @@ class Server:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """In this process's output, and in that of the driver if it is for the user."""
+        """Show a warning in this process's output, and in the driver's if it is for the user."""
         print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
         text = text_for_user(message, category, filename, lineno)
         if text is not None:
@@ -149,7 +149,7 @@ class Server:
             self._output.copy()
             self._tell_warnings()
             self._send(outcome)
-        except BaseException as error:  # a result that cannot be pickled, too
+        except BaseException as error:  # also a result that cannot be pickled
             self._output.copy()
             self._tell_warnings()
             self._send(failure_of(error, start.call))
@@ -166,7 +166,7 @@ class Server:
             running.close()
         except StopIteration as end:
             return Result(start.call, end.value)
-        except GeneratorExit:  # the method looked into its inbox
+        except GeneratorExit:  # the method looked into the inbox of a cancelled call
             pass
         return Result(start.call, None)
 
@@ -174,7 +174,7 @@ class Server:
         self._worker = yield from produced(imported_and_called, (start.method, start.args), inbox)
         assert self._worker is not None
         gc.collect()
-        gc.freeze()  # what has been made stays as long as the process; looking through it would sometimes delay a step by 0.2 s
+        gc.freeze()  # objects made so far stay as long as the process; garbage collection over them would sometimes delay a step by 0.2 s
 
     def _send(self, message: Any) -> None:
         parts = pack(message)
@@ -185,7 +185,7 @@ class Server:
 
 
 def imported_and_called(path: str, args: tuple[bytes, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
-    """`args`: each pickled, so that the imports that it asks for are made here."""
+    """Import a function and call it. `args`: pickled one by one, so that the imports that they need are made here."""
     module, _, name = path.partition(":")
     with signs_of_progress(inbox, LoadedBytes()):
         function = getattr(importlib.import_module(module), name)
@@ -204,13 +204,13 @@ def failure_of(error: BaseException, call: int | None) -> Failure:
 
 
 def _of_collective(error: BaseException, innermost: list[StackFrame]) -> bool:
-    """Whether torch.distributed raised it. A work that is waited for raises without a frame of its own."""
+    """Return whether torch.distributed raised the error. An operation that is waited for raises without a frame of its own."""
     backend = type(error).__name__.startswith("Dist") or any(name in str(error).lower() for name in ("gloo", "nccl"))
     return backend or any(frame.is_of_collective for frame in innermost)
 
 
 def _end_at_once() -> NoReturn:
-    """The driver is gone: end, with everything that was started from here."""
+    """End this process and everything that it started, because the driver is gone."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

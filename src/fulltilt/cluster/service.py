@@ -1,8 +1,8 @@
-"""A worker of several, made in a process of its own.
+"""One of several workers, made in a process of its own.
 
-Enters: a `Service`, which every worker with the same roles gets, and a `Seat`: this worker's place among all. Leaves: the worker, as calls
-reach it, joined with the others by torch.distributed. Guaranteed: an out-of-memory error names the settings that would help, as in one
-process; functions from Python are known here under the names that the configuration has for them.
+Enters: a `Service`, which every worker with the same roles gets, and a `Seat`: this worker's place among all. Leaves: the worker, ready for
+calls, and joined with the others by torch.distributed. Guaranteed: an out-of-memory error names the settings that would help, as in one
+process; functions given from Python have the names here that the configuration uses for them.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, imported_files, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
-UNTIL_THE_END = contextlib.ExitStack()  # what a worker's process keeps until it ends
+UNTIL_THE_END = contextlib.ExitStack()  # holds what a worker's process needs until it ends
 
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """What all workers with the same roles have in common. It may take megabytes, the tokenizer alone, and there may be a thousand workers:
-    it is pickled once."""
+    """Everything that workers with the same roles have in common. It is pickled once for all of them: it may take megabytes, the tokenizer
+    alone does, and there may be a thousand workers."""
 
     order: WorkerOrder
     size: int
     address: tuple[str, int]  # host and port of the store through which workers find one another
-    deadline_s: float  # after which a collective is given up
-    nodes: int = 1  # on which the workers are
-    sharing: int = 1  # workers on the device that has the most: all choose their backend and their memory by it
-    functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
-    teams: tuple[range, ...] = ()  # the ranks of workers with the same roles
+    deadline_s: float  # the longest that a collective may take
+    nodes: int = 1  # number of machines with workers
+    sharing: int = 1  # most workers on one device: all workers choose their backend and their memory by it
+    functions: Mapping[str, UserCode] = field(default_factory=dict)  # functions given from Python, by name
+    teams: tuple[range, ...] = ()  # by team: ranks of the workers with the same roles
 
 
 @dataclass(frozen=True)
 class Seat:
     rank: int
-    device: str  # as torch names it
+    device: str  # its name in torch
     beside: int = 1  # workers on the same machine, this one included
 
 
 class ServedWorker:
-    """A worker whose out-of-memory errors name the settings that would help in the phase it is in."""
+    """A worker whose out-of-memory errors name the settings that would help in its current phase."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -85,7 +85,7 @@ class ServedWorker:
 
 
 def serve(service: Service, seat: Seat) -> Generator[str, None, ServedWorker]:
-    """What is yielded tells the driver that loading makes progress."""
+    """Make the worker. Yielded items show the driver that loading makes progress."""
     config, device = service.order.config, torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -103,8 +103,8 @@ def serve(service: Service, seat: Seat) -> Generator[str, None, ServedWorker]:
         shared = {"beside": seat.beside, "sharing": service.sharing}
         ranks = join_team(seat.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
         parcels = None
-        if service.nodes > 1:  # samples stay where they are
-            # A group of its own: rows are sent while the others compute.
+        if service.nodes > 1:  # samples stay on the machine that drew them
+            # A separate group: rows are sent while the others compute.
             parcels = Parcels(seat.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
@@ -115,24 +115,24 @@ def tell(text: str) -> None:
 
 
 def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Processes:
-    """One process for each worker, on this machine."""
+    """Start one process on this machine for each worker."""
     seats, options = seats_here(order, device, size)
     return Processes(seats, SERVE, environment=own_interface(), **options)
 
 
 def seats_here(order: WorkerOrder, device: torch.device, size: int) -> tuple[list[Seat], dict[str, Any]]:
-    """The places of the workers of this machine, and the settings of their host."""
+    """Return the seats of workers on this machine, and the settings of their host."""
     gpus = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "" for rank in range(size)]
     return seats_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
 
 
 def own_interface() -> dict[str, str]:
-    """Variables with which workers of one machine talk over its own interface, whatever its name resolves to."""
+    """Return variables that make workers of one machine talk over its loopback interface, whatever its name resolves to."""
     return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, str]) -> Processes:
-    """Workers on the machines of a Ray cluster. `paths`: the keys and values of settings that name what workers read."""
+    """Start workers on the machines of a Ray cluster. `paths`: settings that name what workers read, with their values."""
     require_ray()
     from fulltilt.cluster.ray import Machines, RayWorkers
 
@@ -149,7 +149,7 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
 
 
 def unused_machines(config: Config, machines: int) -> str | None:
-    """What to tell who has given the address of a cluster and not said how many of its machines the run is to use."""
+    """Return a note for a run that has a cluster's address but does not set how many of its machines to use; None if it needs none."""
     if machines == 1 or "nodes" in config.cluster.model_fields_set:
         return None
     used = f"the run uses 1 of the {machines} machines of the Ray cluster"
@@ -159,7 +159,7 @@ def unused_machines(config: Config, machines: int) -> str | None:
 def asked_of_cluster(
     config: Config, device: torch.device, paths: Mapping[str, str], commits: Mapping[str, str], resume: Checkpoint | None = None
 ) -> dict[str, Any]:
-    """What a run asks of the machines of a cluster, as `Machines` takes it."""
+    """Return what a run requires of a cluster's machines, as the arguments of `Machines`."""
     from fulltilt.cluster.ray import Shared
 
     settings = config.cluster
@@ -176,13 +176,13 @@ def asked_of_cluster(
 
 
 def wrong_cluster(config: Config) -> list[str]:
-    """What is wrong with the cluster of a run that is only checked: its address, and the machines that answer there."""
+    """List what is wrong with the cluster of a run that is only checked: its address, and the machines that answer there."""
     if config.cluster.address is None:
         return []
     try:
         device = choose_device(config.run.device)
         if not (is_joined() or open_address(config, device.type)):
-            return []  # the run starts a Ray of its own
+            return []  # the run starts its own Ray
         from fulltilt.cluster.ray import wrong_machines
 
         paths = model_paths(config, build(config))
@@ -192,10 +192,10 @@ def wrong_cluster(config: Config) -> list[str]:
 
 
 def files_of_functions(config: Config) -> dict[str, str]:
-    """The files of the user's functions and those that they import, which every machine reads for itself, by what names them."""
+    """Return the files of the user's functions and the files that these import, by name. Every machine reads them for itself."""
     codes = {f"algorithm.{key}": function.code for key, function in own_functions(config).items()}
     for name in rewards_named(config.reward.function, config.reward.sources):
-        with contextlib.suppress(UserCodeError):  # one of fulltilt's own
+        with contextlib.suppress(UserCodeError):  # a function of fulltilt's own
             codes[f"the reward {name}"] = locate(name)
     codes = {what: code for what, code in codes.items() if code.path and code.given is None}
     imported = {
@@ -205,26 +205,26 @@ def files_of_functions(config: Config) -> dict[str, str]:
 
 
 def open_store(host: str, workers: int) -> dist.TCPStore:
-    """The store through which workers find one another. It asks nobody for a secret, so it listens at this address alone: by itself, torch
-    listens at all addresses of the machine."""
+    """Open the store through which workers find one another. It listens at this address only, because it asks nobody for a secret; by
+    default torch would listen at all addresses of the machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=workers) as server:
         try:
             place = {"port": server.getsockname()[1], "master_listen_fd": server.fileno()}
             store = dist.TCPStore(host, is_master=True, wait_for_workers=False, **place)
-        except TypeError:  # a torch without this argument
+        except TypeError:  # a version of torch without this argument
             return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         server.detach()  # the store closes it
         return store
 
 
 def seats_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Seat], dict[str, Any]]:
-    """The places of the workers, and the settings of their host. `host`: this machine, as the workers reach it."""
+    """Return the seats of the workers, and the settings of their host. `host`: this machine's address for the workers."""
     settings = order.config.cluster
     store = open_store(host, len(places))
     codes = [function.code for function in own_functions(order.config).values()]
     nodes = len({place.node for place in places})
-    if nodes > 1:  # there, workers have reward processes of their own
+    if nodes > 1:  # on several machines, workers have their own reward processes
         rewards = rewards_named(order.config.reward.function, order.config.reward.sources)
         codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}

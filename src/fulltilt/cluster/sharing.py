@@ -1,10 +1,10 @@
-"""The models of a run whose workers share out parameters (`train.shard` "full" and "hybrid") or hold parts (`train.tensor_parallel`,
+"""The models of a run whose workers shard parameters (`train.shard` "full" and "hybrid") or hold parts of models (`train.tensor_parallel`,
 `train.expert_parallel`).
 
-Enters: one loaded model after another, with adapters, and the workers. Leaves: `SharedModels`: the same models, divided and shared out, and
+Enters: one loaded model after another, with adapters, and the workers. Leaves: `SharedModels`: the same models, divided and sharded, and
 the whole actor for rollouts and exports; where layers are divided, a rollout engine reads the worker's part. Guaranteed: a model's whole
-parameters are given back before the next one is loaded, but for those that a rollout engine reads; where models are neither divided nor
-shared out, nothing is done and nothing is held.
+parameters are freed before the next one is loaded, except for those that a rollout engine reads; where models are neither divided nor
+sharded, nothing is done and nothing is held.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from fulltilt.words import in_bytes
 class SharedModels:
     parts: dict[str, ModelPart] = field(default_factory=dict)  # by role: this worker's part of a model
     shards: dict[str, Shards] = field(default_factory=dict)  # by role
-    facts: dict[str, RoleFacts] = field(default_factory=dict)  # what each role's model was like before it was shared out
+    facts: dict[str, RoleFacts] = field(default_factory=dict)  # facts about each role's model from before it was sharded
     rollout: PreTrainedModel | None = None  # the whole actor, or this worker's part of it, for the engine
-    structure: PreTrainedModel | None = None  # the actor, or the part, without memory, where no engine needs it
+    structure: PreTrainedModel | None = None  # the actor, or this worker's part of it, without memory, where no engine needs it
     twin: Twin | RolloutCopy | None = None  # keeps `rollout` at the latest weights
-    undivided: PreTrainedModel | None = None  # the actor without memory, before it was divided
-    tells: bool = True  # whether this worker is the first of those that hold the same part
+    undivided: PreTrainedModel | None = None  # the actor without memory, from before it was divided
+    tells: bool = True  # whether this worker is the first of those with the same part
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
-    adapters_alone: bool = False  # whether an export has only these
-    read_whole: dict[str, str] = field(default_factory=dict)  # by role: why its files could not be read in parts
-    copied: bool = False  # whether the engine's model is divided in another way than the actor, so that it is not the one that is exported
+    adapters_alone: bool = False  # whether an export has only adapters
+    read_whole: dict[str, str] = field(default_factory=dict)  # by role: why the model's files could not be read in parts
+    copied: bool = False  # whether the engine's model is divided in another way than the actor, so that exports need another model
 
     def collect(self) -> None:
-        """Make the whole actor for an export, on all workers at the same time."""
+        """Put the whole actor together for an export. All workers must call this at the same time."""
         if self.twin and not self.copied:
             self.twin.sync()
         elif self.structure is not None:
@@ -64,7 +64,7 @@ class SharedModels:
             self.collected = like(self.undivided, lambda name, own: memory.get(name, own)) if memory is not None else None
 
     def exporter(self, config: Config, models: Models, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
-        """As `loading.exporter`; what `collect` has made is written."""
+        """Like `loading.exporter`, but writes what `collect` has put together."""
         if "actor" not in models.own:
             return lambda folder: None, 0
         of_engine = None if self.copied else self.rollout
@@ -106,8 +106,8 @@ class SharedModels:
 
 
 def why_narrow(part: ModelPart, types: Mapping[str, torch.dtype] = MappingProxyType({})) -> str | None:
-    """Why torch does not take the experts of a part in one call, although it would take the whole ones. `types`: those that are computed
-    with, where parameters have others."""
+    """Return why torch does not take a part's experts in one call, although it would take all experts. `types`: the types to compute with,
+    for parameters of other types."""
     for prefix, module in expert_modules(part.model):
         for leaf, parameter in module.named_parameters():
             name = f"{prefix}.{leaf}"
@@ -120,17 +120,17 @@ def why_narrow(part: ModelPart, types: Mapping[str, torch.dtype] = MappingProxyT
 
 @dataclass(frozen=True, eq=False)
 class ModelDivider:
-    """Divides one role's model after another, each as soon as it is loaded, and before it is fused."""
+    """Divides the roles' models one after another, each as soon as it is loaded and before it is fused."""
 
     found: SharedModels
-    members: Mapping[str, Ranks]  # by role: those that hold all parts
-    rollout: Ranks | None = None  # given where an engine reads a model that is divided in another way: the members that sample together
-    whole_experts: Collection[str] = ()  # roles of which members have some of the experts each, and not a part of every one
-    rollout_whole: bool = False  # the same of the model that an engine reads
-    keys: Mapping[str, str] = field(default_factory=dict)  # by role, or "rollout": the setting of the number of members
+    members: Mapping[str, Ranks]  # by role: the workers that together hold all parts
+    rollout: Ranks | None = None  # the members that sample together, if the engine reads a model that is divided in another way
+    whole_experts: Collection[str] = ()  # roles of which each member has some whole experts, rather than a part of every expert
+    rollout_whole: bool = False  # the same for the model that an engine reads
+    keys: Mapping[str, str] = field(default_factory=dict)  # by role, or "rollout": the setting for the number of members
 
     def divide(self, role: str, model: torch.nn.Module) -> PreTrainedModel | None:
-        """Returns a model for the engine, which is to be fused too."""
+        """Divide a role's model. May return a model for the engine, which is to be fused too."""
         found, ranks, copied = self.found, self.members[role], None
         if role == "actor":
             assert isinstance(model, PreTrainedModel)
@@ -153,14 +153,14 @@ class ModelDivider:
 
 @dataclass(frozen=True, eq=False)
 class ExpertDivider:
-    """Divides the experts of one role's model after another: before it is fused where its parameters are still in their files, so that
-    only this worker's experts are read, and afterwards where they are loaded. A model without experts stays whole."""
+    """Divides the experts of the roles' models one after another. Models whose parameters are still in files are divided before they are
+    fused, so that only this worker's experts are read; loaded ones afterwards. A model without experts stays whole."""
 
     found: SharedModels
-    holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that have all of them
+    holders: Mapping[str, Ranks]  # by role, where experts are divided: the workers that together have all experts
     sampled: bool  # whether an engine needs the actor whole
-    shared: bool  # whether parameters of the actor are shared out, too
-    keys: Mapping[str, str] = field(default_factory=dict)  # by role, the setting that gives the number of holders, for messages
+    shared: bool  # whether the actor's parameters are also sharded
+    keys: Mapping[str, str] = field(default_factory=dict)  # by role: the setting for the number of holders, for messages
 
     def divide(self, role: str, model: torch.nn.Module) -> None:
         if role not in self.holders or not any(True for _ in expert_modules(model)):
@@ -180,10 +180,10 @@ class ExpertDivider:
 
 @dataclass(frozen=True, eq=False)
 class ModelSharer:
-    """Shares out one role's model after another, each as soon as it is loaded."""
+    """Shards the roles' models one after another, each as soon as it is loaded."""
 
     found: SharedModels
-    sharings: Mapping[str, Sharing]  # by role, where parameters are shared out
+    sharings: Mapping[str, Sharing]  # by role, where parameters are sharded
     device: torch.device
     learners: Collection[str]
     sampled: bool  # whether an engine needs the actor whole
@@ -192,7 +192,7 @@ class ModelSharer:
     def of(
         found: SharedModels, config: Config, grids: Mapping[str, Grid], device: torch.device, learners: Collection[str], *, sampled: bool
     ) -> ModelSharer:
-        """`grids`: by role, where parameters are shared out. All workers must call it at the same time."""
+        """Make the object. `grids`: by role, where parameters are sharded. All workers must call this at the same time."""
         train, made = config.train, dict[Grid, Sharing]()
         knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
         for grid in dict.fromkeys(grids.values()):
@@ -202,7 +202,7 @@ class ModelSharer:
         return ModelSharer(found, {role: made[grid] for role, grid in grids.items()}, device, learners, sampled)
 
     def share_out(self, role: str, model: torch.nn.Module) -> None:
-        """A model whose parameters are in files gets this worker's rows from there."""
+        """Shard a role's model. If its parameters are still in files, this worker reads its rows from there."""
         if role not in self.sharings:
             return
         sharing = self.sharings[role]
@@ -220,18 +220,18 @@ class ModelSharer:
         if role == "actor" and found.rollout is not None and not found.copied:
             found.twin = Twin(found.rollout, found.shards[role])
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # whole parameters are in pieces into which those of the next role may not fit
+            torch.cuda.empty_cache()  # pieces of freed whole parameters may be too small for those of the next role
 
 
 @dataclass(frozen=True, eq=False)
 class Placer(Placing):
-    """Divides and shares out one role's model after another, and reads from its files only what this worker has of it. A model that this
-    worker needs whole anyway, because its engine reads it or because the worker learns all of it, is read before it is divided; one from
-    which the engine keeps a part beside the shards, before it is shared out."""
+    """Divides and shards the roles' models one after another, and reads only this worker's part from their files. A model that this worker
+    needs whole anyway, because its engine reads it or because the worker learns all of it, is read before it is divided. A model of which
+    the engine keeps a part beside the shards is read before it is sharded."""
 
     found: SharedModels
     whole: bool  # whether this worker has the whole actor
-    sampled: bool  # whether an engine reads it, or a part of it
+    sampled: bool  # whether an engine reads the actor, or a part of it
     divider: ModelDivider | None = None
     experts: ExpertDivider | None = None
     sharer: ModelSharer | None = None

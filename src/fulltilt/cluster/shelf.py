@@ -1,10 +1,9 @@
-"""Samples, and the rows made of them, in the worker that drew them: where a run has several machines, they do not pass through the driver.
+"""Samples and their rows in the worker that drew them: on several machines, they do not pass through the driver.
 
 Enters: groups as the engine completes them, and the driver's orders, which name groups and rows by numbers. Leaves: heads, scores and sums
-for the driver, and rows for other workers, directly. Guaranteed: what is computed is what the driver would compute with all rows in its
-process, by the same functions; the rows of a group stay with their group, so that only whitening asks other workers for anything; reward
-functions run in processes of this worker's machine. Every worker must be asked at the same time for what they do together: `exchange`,
-`give_back`, `estimate`.
+for the driver, and rows for other workers, directly. Guaranteed: results equal those of a driver with all rows in its process, by the same
+functions; the rows of a group stay with their group, so that only whitening needs other workers; reward functions run in processes of this
+worker's machine. All workers must be called at the same time for `exchange`, `give_back` and `estimate`.
 """
 
 from __future__ import annotations
@@ -34,31 +33,32 @@ from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, RewardConfig
 from fulltilt.words import many
 
-WAITING_S = 5.0  # how often a worker that waits for rewards shows that it is alive
-UNSENT = Prompt(-1, np.zeros(0, np.int64), "")  # in a head: the driver has the prompt
+WAITING_S = 5.0  # how often a worker that waits for rewards sends a sign of life
+UNSENT = Prompt(-1, np.zeros(0, np.int64), "")  # stands in a head for the prompt, which the driver has
 
 
 @dataclass(frozen=True)
 class RowSpec:
-    """What a sample's row has besides its tokens."""
+    """Everything that a sample's row has besides its tokens."""
 
-    group: int  # place among the step's groups
-    sample: int  # place in its group
+    group: int  # the group's place in the step
+    sample: int  # the sample's place in its group
     reward: float
-    parts: tuple[float, ...]  # parts of the reward that the algorithm asks for
+    parts: tuple[float, ...]  # the parts of the reward that the algorithm asks for
     baseline: float | None
     lag: int
 
 
 def shaped_reward(score: Score, tokens: int, algorithm: Algorithm) -> float:
-    """What the reward said, less what the algorithm takes off long responses."""
+    """Return the reward, less the algorithm's penalty for long responses."""
     return score.value + (algorithm.overlong(tokens) if algorithm.overlong else 0.0)
 
 
 def specify_rows(
     kept: Sequence[ScoredGroup], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
 ) -> list[RowSpec]:
-    """The samples that become rows, in prompt order. With `exclude_errors`, those whose reward or baseline failed are left out."""
+    """Describe the samples that become rows, in prompt order. `exclude_errors`: whether to leave out samples whose reward or baseline
+    failed."""
     found = []
     for number, entry in enumerate(kept):
         baseline = baselines[number] if baselines else None
@@ -73,7 +73,7 @@ def specify_rows(
 
 
 def reward_part(score: Score, name: str) -> float:
-    """A part of a sample's reward by its name; `score` is the whole reward. A failed reward has its value in place of every part."""
+    """Return a part of a sample's reward by its name; `score` is the whole reward. A failed reward has the same value for every part."""
     if score.error is not None or (name == "score" and name not in score.parts):
         return score.value
     if name not in score.parts:
@@ -85,7 +85,7 @@ def reward_part(score: Score, name: str) -> float:
 
 
 def build_row(group: Group, spec: RowSpec) -> Row:
-    """A sample as the trainer sees it."""
+    """Make a sample's row for the trainer."""
     prompt, sample = group.prompt.ids, group.samples[spec.sample]
     return Row(
         ids=np.concatenate([prompt, sample.ids]),
@@ -100,7 +100,8 @@ def build_row(group: Group, spec: RowSpec) -> Row:
 
 
 def wrong_shares(config: RewardConfig, size: int, beside: int) -> Iterator[str]:
-    """Numbers of which not every worker would get a share: of processes, on a machine with `beside` workers, and of calls of all `size`."""
+    """Describe numbers that cannot be divided among all workers: of processes, on a machine with `beside` workers, and of concurrent calls,
+    over all `size` workers."""
     for key, given, needed, whose in (
         ("workers", config.workers, beside, f"{many(beside, 'worker')} of a machine"),
         ("concurrency", config.concurrency, size, f"{many(size, 'worker')} of the run"),
@@ -110,7 +111,8 @@ def wrong_shares(config: RewardConfig, size: int, beside: int) -> Iterator[str]:
 
 
 def share_of_rewards(config: RewardConfig, size: int, beside: int) -> RewardConfig:
-    """The settings of one worker's reward processes: a machine's cores are shared by its `beside` workers, calls at once by all of them."""
+    """Return the settings of one worker's reward processes: a machine's cores are divided among its `beside` workers, concurrent calls
+    among all workers."""
     for text in wrong_shares(config, size, beside):
         raise UserError(text)
     processes = usable_cores() if config.workers == "auto" else config.workers
@@ -119,7 +121,7 @@ def share_of_rewards(config: RewardConfig, size: int, beside: int) -> RewardConf
 
 
 class AllWorkers(Everyone):
-    """Asked by all workers at the same time."""
+    """Statistics over all workers, which must ask for them at the same time."""
 
     def __init__(self, parcels: Parcels) -> None:
         self.parcels = parcels
@@ -140,7 +142,7 @@ class AllWorkers(Everyone):
 
 @dataclass(frozen=True)
 class Visitor:
-    """A row that this worker computes with."""
+    """A row that this worker computes with, wherever it is held."""
 
     row: Row
     home: int  # the rank of the worker that holds it
@@ -150,22 +152,22 @@ class Shelf:
     def __init__(
         self, config: Config, algorithm: Algorithm, parcels: Parcels, reward: RewardPool | None, encoder: RewardEncoder | None
     ) -> None:
-        """`reward`: None where this worker samples nothing."""
+        """`reward`: None if this worker samples nothing."""
         self.config, self.algorithm, self.encoder = config, algorithm, encoder
         self._parcels, self._everyone, self._reward = parcels, AllWorkers(parcels), reward
-        self.arrays: dict[str, np.ndarray] = {}  # the carried-over groups, for the next checkpoint
+        self.arrays: dict[str, np.ndarray] = {}  # arrays of the carried-over groups, for the next checkpoint
         self._numbers = itertools.count()
         self._groups: dict[int, Group] = {}
-        self._scores: dict[int, list[Score]] = {}  # by the functions alone, until the reward model's are added
-        self._judged: dict[int, list[Hashable | str]] = {}  # for each sample, the key of its row for the reward model, or why there is none
+        self._scores: dict[int, list[Score]] = {}  # scores by functions only, until the reward model's are added
+        self._judged: dict[int, list[Hashable | str]] = {}  # for each sample, the key of its row for the reward model, or why it has none
         self._rows: dict[Hashable, Row] = {}
-        # Rows that this worker computes with, by what they are for, then by their indices in the list that the driver plans with.
+        # Rows that this worker computes with, by purpose, then by index in the list that the driver plans with.
         self._visitors: dict[str, dict[int, Visitor]] = {}
-        self._lent: dict[str, dict[int, Hashable]] = {}  # keys of rows held here that workers compute with, in the same way
-        self._found: dict[str, dict[int, np.ndarray]] = {}  # what passes have computed for them
+        self._lent: dict[str, dict[int, Hashable]] = {}  # keys of rows held here that other workers compute with, in the same way
+        self._found: dict[str, dict[int, np.ndarray]] = {}  # numbers that passes have computed for visiting rows
 
     def carried(self) -> float:
-        """How much workers have exchanged: while a transfer hangs, it does not grow."""
+        """Return how much workers have exchanged: while a transfer hangs, the number does not grow."""
         return self._parcels.carried
 
     # -- samples and scores ---------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class Shelf:
         return self.adopt([group])[0]
 
     def adopt(self, groups: Sequence[Group]) -> list[GroupHead]:
-        """Hold groups that are scored elsewhere."""
+        """Hold groups, which are scored elsewhere."""
         found = []
         for group in groups:
             number = next(self._numbers)
@@ -188,7 +190,7 @@ class Shelf:
         return found
 
     def collect(self, numbers: Sequence[int]) -> Generator[None, None, list[list[Score]]]:
-        """The scores of groups, each from its functions. While they are awaited, something is yielded now and then."""
+        """Return the scores of groups by their functions. While waiting, yields None now and then."""
         if not numbers:
             return []
         assert self._reward
@@ -201,7 +203,8 @@ class Shelf:
         return found
 
     def encode(self, numbers: Sequence[int]) -> list[list[RowHead | str]]:
-        """Make rows for the reward model, of each group whose reward names it. A text in place of a head says why a sample has none."""
+        """Make rows for the reward model, for each group whose reward names it. A string in place of a head says why a sample has no
+        row."""
         assert self.encoder
         found = []
         for number in numbers:
@@ -218,7 +221,7 @@ class Shelf:
         return found
 
     def judged(self, numbers: Sequence[int]) -> list[list[Score]]:
-        """The scores of groups with the reward model's numbers, which its rows have by now."""
+        """Return the scores of groups with the reward model's numbers, which the rows have by now."""
         groups, scores = [self._groups[number] for number in numbers], [self._scores.pop(number) for number in numbers]
         written = [each for number in numbers for each in self._judged.pop(number)]
         found = [each if isinstance(each, str) else self._model_value(each) for each in written]
@@ -230,11 +233,11 @@ class Shelf:
         return float(values[-1])
 
     def report(self) -> tuple[RewardStats, list[str]]:
-        """Counts of reward calls, and notes on the functions."""
+        """Return counts of reward calls, and notes on the functions."""
         return (self._reward.stats(), self._reward.take_notes()) if self._reward else (RewardStats(), [])
 
     def write_lines(self, numbers: Sequence[int], path: Path, scores: Sequence[Sequence[Score]]) -> list[int]:
-        """Write the lines of groups for people to read, if there are any. Returns the bytes of each group."""
+        """Write groups as lines for people, if there are any groups. Returns the bytes of each group."""
         if not numbers:
             return []
         return write_stretches(path, [rollout_lines(self._groups[number], own) for number, own in zip(numbers, scores, strict=True)])
@@ -243,28 +246,29 @@ class Shelf:
         return [self._groups[number].samples[place].text for number, place in places]
 
     def carry(self, numbers: Sequence[int]) -> None:
-        """Have the next checkpoint hold these groups, in this order. Their scores are the driver's to save."""
+        """Keep these groups for the next checkpoint, in this order. The driver saves their scores."""
         self.arrays = surplus.pack_samples([self._groups[number] for number in numbers]) if numbers else {}
 
     def release(self, numbers: Sequence[int]) -> list[str]:
-        """Drop all rows, and all groups but these. Returns lines for the file of failed reward calls."""
+        """Drop all rows, and all groups but these. Returns new lines for the file of failed reward calls."""
         self._groups = {number: self._groups[number] for number in numbers}
         self._visitors, self._lent, self._rows, self._found = {}, {}, {}, {}
         return self.take_errors()
 
     def take_errors(self) -> list[str]:
-        """Lines for the file of failed reward calls, those since the last time."""
+        """Return new lines for the file of failed reward calls."""
         return self._reward.take_errors() if self._reward else []
 
     # -- rows -----------------------------------------------------------------------------------------------------------------------
 
     def make_rows(self, specs: Mapping[int, tuple[int, RowSpec]]) -> None:
-        """Make the rows of a step that are of groups held here, by their indices in the step; each from a group's number."""
+        """Make the rows of a step from groups held here. `specs`: by the row's index in the step, the group's number and the row's
+        description."""
         self._rows = {index: build_row(self._groups[number], spec) for index, (number, spec) in specs.items()}
 
     def exchange(self, purpose: str, wanted: Sequence[Mapping[int, Hashable]], whole: bool) -> None:
-        """Send rows to the workers that compute with them. `wanted`: for each worker, the keys of rows held here, by the indices that the
-        driver's plan has. `whole`: with all numbers, not only what a pass reads."""
+        """Send rows to the workers that compute with them. `wanted`: for each worker, the keys of rows held here, by their indices in the
+        driver's plan. `whole`: whether to send all numbers, rather than only those that a pass reads."""
         own = self._parcels.rank
         sent = [[(index, self._sent(key, whole=whole)) for index, key in each.items()] for each in wanted]
         stay, sent[own] = sent[own], []
@@ -278,15 +282,15 @@ class Shelf:
         return self._rows[key] if whole else replace(self._rows[key], **nothing)
 
     def visiting(self, purpose: str) -> dict[int, Row]:
-        """The rows that were sent here for a purpose, by their indices in the driver's plan."""
+        """Return the rows that were sent here for a purpose, by their indices in the driver's plan."""
         return {index: visitor.row for index, visitor in self._visitors[purpose].items()}
 
     def note(self, purpose: str, plan: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]) -> None:
-        """What a pass has computed for each trained token of these micro-batches, for `give_back`."""
+        """Remember a pass's number for each trained token of these micro-batches, for `give_back`."""
         self._found[purpose] = numbers_of_rows(self.visiting(purpose), plan, numbers)
 
     def give_back(self, field: str) -> None:
-        """Send what a pass for this field has computed to the workers that hold the rows."""
+        """Send a pass's numbers for this field to the workers that hold the rows."""
         own, visitors, keys = self._parcels.rank, self._visitors.pop(field), self._lent.pop(field)
         sent: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(self._parcels.size)]
         for index, numbers in self._found.pop(field, {}).items():
@@ -299,13 +303,13 @@ class Shelf:
     # -- advantages -----------------------------------------------------------------------------------------------------------------
 
     def correct(self) -> None:
-        """Compare the rows with the engine that sampled them: reject what differs too much, and give the rest its weight."""
+        """Compare the rows with the engine that sampled them: reject rows that differ too much, and weight the others."""
         assert self.algorithm.correct
         rows = self.algorithm.correct(list(self._rows.values()), everyone=self._everyone)
         self._rows = dict(zip(self._rows, rows, strict=True))
 
     def penalise(self, coef: float) -> list[float]:
-        """Take the KL penalty off the rewards. Returns the mean KL of each row."""
+        """Subtract the KL penalty from the rewards. Returns the mean KL of each row."""
         assert self.algorithm.reward_kl
         rows, means = self.algorithm.reward_kl.penalise(list(self._rows.values()), coef)
         self._rows = dict(zip(self._rows, rows, strict=True))
@@ -317,15 +321,15 @@ class Shelf:
         self._rows = dict(zip(self._rows, rows, strict=True))
 
     def rows(self) -> list[Row]:
-        """All rows of the step that are held here, in order."""
+        """Return all rows of the step that are held here, in order."""
         return list(self._rows.values())
 
     def assign(self, fields: Sequence[Mapping[str, Any]]) -> None:
-        """Give each of the rows held here these fields."""
+        """Set these fields of the rows held here. `fields`: one mapping per row."""
         self._rows = {key: replace(row, **own) for (key, row), own in zip(self._rows.items(), fields, strict=True)}
 
     def summarise(self) -> tuple[list[tuple[bool, int]], RowSums]:
-        """Of each row, whether it teaches anything and how many of its tokens are trained on; and sums for metrics."""
+        """Return, for each row, whether it teaches anything and how many of its tokens are trained on; and sums for metrics."""
         rows = self.rows()
         return [(row.teaches, row.trained) for row in rows], RowSums.of(rows)
 

@@ -1,7 +1,7 @@
 """Facts for the plan, and the sizes that follow from it.
 
-Enters: a device, the loaded models, the plan's budgets. Leaves: the records that plans are made from, the engine's limits, and how large
-micro-batches are.
+Enters: a device, the loaded models, the plan's budgets. Leaves: the records that plans are made from, the engine's limits, and the sizes of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, Reward
 from fulltilt.shape import LayerDivision, UnknownParameters
 
 UNKNOWN = "how many parameters the model has is not known before it is loaded"
-ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own
-THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
+ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes its own micro-batches
+THREADS = torch.get_num_threads()  # torch's own choice, read on import: a run may change the number later
 
 
 def free_bytes(device: torch.device) -> int:
@@ -56,15 +56,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_bytes(device: torch.device, ranks: Ranks) -> int:
-    """The device's memory that is this worker's: the least of all workers. 0 on a CPU."""
+    """Return this worker's share of the device's memory, the least of all workers; 0 on a CPU."""
     return ranks.least(torch.cuda.mem_get_info(device)[1], device) // ranks.sharing if device.type == "cuda" else 0
 
 
 def find_division(
     config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, longest: int, *, sampled: bool, learns: bool = True
 ) -> Division:
-    """Among how many workers models are divided, found before they are loaded and on all workers alike. `roles`: those that have a model
-    here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
+    """Return among how many workers models are divided. It is found before models are loaded, with the same result on all workers. `roles`:
+    the roles that have a model here. `learns`: False in an evaluation. `longest`: tokens of the longest prompt."""
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, longest, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
     only = why_undivided(config, sampled=sampled)
     if device.type == "cuda" and ranks.size > 1:
@@ -77,15 +77,15 @@ def find_division(
 
 
 def beside_of(ranks: Ranks) -> int:
-    """The workers of a machine; 1 where groups of as many neighbours would not be those of a machine."""
+    """Return the number of workers on a machine; 1 if groups of that many neighbours would not be those of a machine."""
     return ranks.beside if ranks.before % ranks.beside == 0 else 1
 
 
 def find_sharding(
     config: Config, roles: Collection[str], device: torch.device, grid: Grid, division: Division, *, sampled: bool
 ) -> Sharding:
-    """What workers with the same part of a model share out. It is found before models are loaded, and on all of them alike. `roles`: those
-    of a training run, none if nothing learns."""
+    """Return how workers with the same part of a model shard it. It is found before models are loaded, with the same result on all workers.
+    `roles`: the roles of a training run; empty if nothing learns."""
     ranks, size, parts = grid.everyone, grid.data.size, grid.tensor.size
     if not roles:
         return Sharding("optimizer", size, size)
@@ -99,14 +99,14 @@ def find_sharding(
     facts = divided(config, facts, division)
     beside = beside_of(ranks)
     found = choose_sharding(config, facts, beside // parts if beside % parts == 0 else 1, only=only)
-    if found.parameters and size < found.group:  # a role of its own with fewer workers than a group has
+    if found.parameters and size < found.group:  # a role with its own, fewer workers than a group has
         found = replace(found, shard="full", group=size)
     check_loading(replace(facts, sharding=found))
     return found
 
 
 def known_roles(config: Config, roles: Collection[str], device: str, *, learns: bool = True) -> Iterator[tuple[str, RoleFacts]]:
-    """The facts of roles that have a model of their own, which is not loaded."""
+    """Yield the facts of roles that have their own model, which is not loaded."""
     for role in roles:
         if role != "ref" or not shares_model(config):
             path = config.model.path if role == "actor" else getattr(config, role).path
@@ -115,11 +115,11 @@ def known_roles(config: Config, roles: Collection[str], device: str, *, learns: 
 
 
 def order_of_loading(config: Config, roles: Collection[str], device: str, sharding: Sharding, *, sampled: bool) -> list[str]:
-    """The roles in the order in which loading them one by one takes least memory, where parameters are shared out."""
+    """Return the roles in the order in which loading them one by one takes least memory, where parameters are sharded."""
     try:
         found = dict(known_roles(config, roles, device))
     except UnknownParameters:
-        return sorted(roles, key=lambda role: role == "actor")  # last, because a whole copy of the actor may stay
+        return sorted(roles, key=lambda role: role == "actor")  # the actor last, because a whole copy of it may stay
     return [*loading_order(Facts(device, 0, 0, found, 0, 1, rollout=sampled, sharding=sharding))]
 
 
@@ -127,8 +127,9 @@ def find_facts(
     device: torch.device, roles: Mapping[str, RoleFacts], sampled: PreTrainedModel | None, layers: Mapping[int, LayerShape], fused: str,
     texts: TextFacts, *, grid: Grid = ONE_WORKER, sharding: Sharding = UNSHARDED,
 ) -> Facts:  # fmt: skip
-    """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet. All workers find
-    the same, so that all make the same plan. `sampled`: the model that an engine reads, if there is one. `layers`: what it caches."""
+    """Measure all facts that the plan is made from, except for free memory, since optimizers do not exist yet. All workers find the same
+    facts, so that all make the same plan. `sampled`: the model that an engine reads, if there is one. `layers`: the shapes that it
+    caches."""
     ranks = grid.everyone
     return Facts(
         device=device.type,
@@ -152,13 +153,13 @@ def find_facts(
 
 
 def why_no_graphs(model: PreTrainedModel) -> str | None:
-    """Why no CUDA graph can hold a decoding step of the model, as far as is known; None: one can."""
+    """Return why no CUDA graph can hold a decoding step of the model, as far as is known; None if one can."""
     part = Head.of(model).part
     return why_not_captured(model) or (part.not_captured if part else None)
 
 
 def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None = None) -> RoleFacts:
-    """`part`: given where this worker has a part of the model."""
+    """Return a loaded model's facts for the plan. `part`: given where this worker has a part of the model."""
     body: Any = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
     shape, parts, sizes = shape_of(body.config), part.ranks.size if part else 1, parameter_sizes(model, learns=learns, part=part)
@@ -180,12 +181,13 @@ def role_facts(model: torch.nn.Module, *, learns: bool, part: ModelPart | None =
 
 
 def shape_of_first(part: ModelPart | None, name: str, own: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the first member's part of a parameter: the last one may have fewer rows of a vocabulary, and all make the same plan."""
+    """Return the shape of the first member's part of a parameter: the last member may have fewer rows of a vocabulary, and all make the
+    same plan."""
     return part.table.cuts[name].shape(part.whole[name], 0) if part and not part.is_whole(name) else tuple(own.shape)
 
 
 def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelPart | None = None) -> Sizes:
-    """The sizes of a loaded model's parameters, those that learn first, as they lie in memory."""
+    """Return the sizes of a loaded model's parameters as they lie in memory, learning ones first."""
     body = model.body if isinstance(model, ScalarModel) else model
     layers = getattr(body.base_model, "layers", None)  # type: ignore[union-attr]
     inside = {id(own): place for place, layer in enumerate(layers or ()) for own in layer.parameters()}
@@ -212,7 +214,8 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True, part: ModelP
 
 
 def update_sizes(config: Config, budgets: Budgets, sharing: Mapping[str, int] = ALL_APART) -> dict[str, MicroSizing]:
-    """`sharing`: how many workers compute a role's micro-batch together, whose budgets it then has."""
+    """Return the sizes of micro-batches in updates. `sharing`: how many workers compute a role's micro-batch together, so that their
+    budgets add up."""
     of_role = {"actor": budgets.token_budget, "critic": budgets.critic_token_budget}
     return {name: sizing(config, name, budget * sharing.get(name, 1)) for name, budget in of_role.items()}
 
@@ -233,7 +236,7 @@ def sizing(config: Config, role: str, budget: int) -> MicroSizing:
 
 
 def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int, *, copied: bool = False) -> EngineLimits:
-    """`copied`: whether the engine reads a copy of the actor, or nothing learns."""
+    """Return the engine's limits. `copied`: whether the engine reads a copy of the actor, or nothing learns."""
     return EngineLimits(
         blocks=budgets.kv_blocks,
         block_tokens=config.rollout.block_tokens,

@@ -1,4 +1,5 @@
-"""Where workers are, from the stacks that the interpreter writes on a signal: which ones wait for others, and which one does not.
+"""The whereabouts of workers, from the stacks that the interpreter writes on a signal: which workers wait for others, and which one does
+not.
 
 Enters: one dump of `faulthandler` per worker. Leaves: a report for people. Guaranteed: pure text, free of torch; only the frames inside
 calls of the driver are looked at.
@@ -17,7 +18,7 @@ from fulltilt.words import joined
 MOST_FRAMES = 6  # frames of a stack that are shown
 COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 PACKAGE = f"{os.sep}fulltilt{os.sep}"
-# Where this package calls collectives. With NCCL the call itself returns at once, and what reads its result waits.
+# Files of this package that call collectives. With NCCL the call itself returns at once, and the code that reads its result waits.
 OUR_COLLECTIVES = tuple(os.path.join("fulltilt", "parallel", name) for name in ("ranks.py", "parcels.py", "sequence.py", "exchange.py"))
 # A call runs inside the first of these functions, and waits for the driver inside the second.
 CALLING = (os.path.join("cluster", "hosts.py"), "produced")
@@ -52,11 +53,11 @@ class Whereabouts:
     method: str | None  # the call in progress; None: there is none
     frames: tuple[StackFrame, ...]  # the innermost comes first
     problem: str = ""  # why there are no frames
-    called: bool = True  # whether it takes part in what is waited for
+    called: bool = True  # whether it takes part in the call that is waited for
 
     @property
     def collective(self) -> str | None:
-        """The operation of torch.distributed inside which it waits. Frames further out prove nothing: FSDP's surround a whole pass."""
+        """The torch.distributed operation in which the worker waits. Frames further out prove nothing: FSDP's surround a whole pass."""
         inside = next((frame for frame in self.frames if PACKAGE in frame.path), None)
         waits = [frame for frame in self.frames[:1] if frame.is_of_collective] or [
             frame for frame in (inside,) if frame and frame.path.endswith(OUR_COLLECTIVES)
@@ -75,13 +76,13 @@ class Whereabouts:
         return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self._shown())])
 
     def _shown(self) -> list[StackFrame]:
-        """The innermost frames, and the innermost one of this package: beneath may be many of a model and of torch."""
+        """The innermost frames, and the innermost frame of this package: many frames of a model and of torch may be below it."""
         inside = [place for place, frame in enumerate(self.frames) if PACKAGE in frame.path]
         return [frame for place, frame in enumerate(self.frames) if place < MOST_FRAMES or place in inside[:1]]
 
 
 def frames_of_calls(dump: str) -> tuple[StackFrame, ...]:
-    """The frames of the calls in progress, the innermost first: those of the main thread before those of threads."""
+    """Return the frames of the calls in progress, innermost first: those of the main thread before those of threads."""
     stacks: list[list[StackFrame]] = [[]]
     for line in dump.splitlines():
         if found := _FRAME.match(line):
@@ -96,7 +97,7 @@ def frames_of_calls(dump: str) -> tuple[StackFrame, ...]:
 
 
 def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[Whereabouts], *, loading: bool = False) -> str:
-    """What all workers do, where some have been silent for long. `loading`: they are being made, which may take long."""
+    """Describe what all workers do, after some have been silent for long. `loading`: whether they are being made, which may take long."""
     is_, has = ("is", "has") if len(silent) == 1 else ("are", "have")
     state = (
         f"{is_} still loading, without progress for {seconds:.0f} s" if loading else f"{has} sent nothing for {seconds:.0f} s during {what}"
@@ -106,7 +107,7 @@ def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[
 
 
 def _culprits(everyone: Sequence[Whereabouts]) -> list[str]:
-    """The workers for which those in a collective operation wait."""
+    """Return the workers for which others wait in a collective operation."""
     called = [each for each in everyone if each.called]
     missing = [each for each in called if not each.collective]
     if not missing or len(missing) == len(called):

@@ -1,8 +1,8 @@
 """Which workers have which roles (`cluster.roles`).
 
 Enters: the order of a run's workers, and how many there are. Leaves: teams: workers with the same models, which compute them together.
-Guaranteed: every worker is in one team; the actor's comes first and has all roles without workers of their own, so with one team all is as
-if roles had no workers. A role of `cluster.roles` that this run does not have, as a critic in an evaluation, gets none.
+Guaranteed: every worker is in one team; the actor's comes first and has all roles without workers of their own, so a run with one team is
+like a run without `cluster.roles`. A role of `cluster.roles` that this run does not have, such as a critic in an evaluation, gets no team.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fulltilt.words import many
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    order: WorkerOrder  # what each of its workers is made from
+    order: WorkerOrder  # the order that each of its workers is made from
     ranks: range
 
     @property
     def label(self) -> str:
-        """The role that distinguishes its workers in messages; empty for the actor's."""
+        """The name for its workers in messages: their only role; empty for the actor's team."""
         return self.order.only or ""
 
 
@@ -45,7 +45,7 @@ def teams_of(order: WorkerOrder, size: int) -> list[Team]:
 
 
 def undivided(team: Team) -> Iterator[str]:
-    """Sizes that do not divide the team's workers, whose number the cluster alone may have known."""
+    """List sizes that do not divide the team's number of workers, which only the cluster may have known."""
     config, names = team.order.config, ("tensor_parallel", "expert_parallel")
     division = given_division(config)
     sizes: dict[str, int] = {}
@@ -64,10 +64,12 @@ def join_team(
     rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1,
     deadline: timedelta | None = None,
 ) -> Ranks:  # fmt: skip
-    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers.
+    """Join a worker with the others of its team. All processes of the run must call this at the same time. `everyone`: the group of all
+    workers.
 
-    Afterwards all workers of a team are in equally many groups, which matters when some of them make another one: torch names it after its
-    ranks and the number of groups that a process is in, and workers with different names for it wait for one another forever."""
+    Afterwards all workers of a team are in equally many groups, which matters when some of them make another group: torch names a group
+    after its ranks and the number of groups that a process is in, and workers with different names for a group wait for one another
+    forever."""
     if len(teams) == 1:
         return Ranks(rank, len(teams[0]), everyone, beside, sharing, deadline=deadline)
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]

@@ -1,8 +1,8 @@
-"""What travels between the driver and a worker process, and how: pickles with their large buffers beside them, over one stream socket.
+"""Messages between the driver and a worker process: pickles followed by their large buffers, over one stream socket.
 
-Enters and leaves: messages. Guaranteed: arrays of `OUT_OF_BAND` bytes or more are sent from the memory in which they are and received into
-the memory in which they stay, without a copy between; whoever packs such a message must leave its arrays as they are until it was sent. An
-array arrives writable if it was writable. Sends from several threads do not mix, and a message that cannot be packed sends nothing.
+Enters and leaves: messages. Guaranteed: arrays of `OUT_OF_BAND` bytes or more are sent from their own memory and received into their final
+memory, without a copy between; whoever packs such a message must not change its arrays until it was sent. An array arrives writable if it
+was writable. Sends from several threads do not mix, and a message that cannot be packed sends nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OUT_OF_BAND = 16 * 2**10  # bytes from which a buffer is worth a system call of its own
+OUT_OF_BAND = 16 * 2**10  # bytes from which a buffer is sent by its own system call
 MOST_BUFFERS = 512  # in one system call; systems allow 1024
 SOCKET_BUFFER = 2**21  # bytes; the system may give less
 HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
@@ -47,7 +47,7 @@ class Cancel(NamedTuple):
 
 
 class KeepOutput(NamedTuple):
-    """Driver to worker: from now on, append to this file what the process writes, beginning with what it has written."""
+    """Driver to worker: from now on, append the process's output to this file, beginning with earlier output."""
 
     path: str
 
@@ -61,20 +61,20 @@ class Hello(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Worker to driver: what a method has yielded."""
+    """Worker to driver: an item that a method has yielded."""
 
     call: int
     item: Any
 
 
 class Warned(NamedTuple):
-    """Worker to driver: a warning for the user, which is of no call."""
+    """Worker to driver: a warning for the user, which belongs to no call."""
 
     text: str
 
 
 class Result(NamedTuple):
-    """Worker to driver: what a method has returned, or None if it was cancelled."""
+    """Worker to driver: the value that a method has returned, or None if it was cancelled."""
 
     call: int
     result: Any
@@ -85,14 +85,14 @@ class Failure:
     """Worker to driver: the exception that ended a call."""
 
     call: int | None  # None: a message could not be read
-    text: str  # a UserError's whole message; for others type, first line and place
+    text: str  # the whole message of a UserError; for other exceptions type, first line and place
     traceback: str
     is_user_error: bool
-    of_collective: bool  # raised by torch.distributed, perhaps only because another worker failed
+    of_collective: bool  # whether torch.distributed raised it, perhaps only because another worker failed
 
 
 def pack(message: Any, *, copy: bool = False) -> list[memoryview]:
-    """The bytes of a message. They refer to its large arrays, unless a copy is asked for."""
+    """Return the parts of a message. They refer to its large arrays, unless a copy is asked for."""
     buffers: list[memoryview] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -108,8 +108,9 @@ def pack(message: Any, *, copy: bool = False) -> list[memoryview]:
 
 
 def pickled_once() -> Callable[[Any], pickle.PickleBuffer]:
-    """A function that pickles objects for messages to many: one that it has pickled before it gives again, and messages do not copy it."""
-    made: dict[int, tuple[Any, pickle.PickleBuffer]] = {}  # with the object, so that no other one gets its identity
+    """Return a function that pickles objects for messages to many workers. For an object that it has pickled before, it returns the same
+    pickle, which messages do not copy."""
+    made: dict[int, tuple[Any, pickle.PickleBuffer]] = {}  # keeps each object, so that no other one gets its identity
 
     def pickled(given: Any) -> pickle.PickleBuffer:
         if id(given) not in made:
@@ -130,13 +131,13 @@ class Connection:
         if end.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
-        else:  # the system sizes the buffers of connections between machines by itself, but keeps small messages back
+        else:  # the system sizes the buffers of connections between machines, but delays small messages
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, parts: list[memoryview]) -> None:
-        """Send a packed message. OSError if nobody will receive it."""
+        """Send a packed message. Raises OSError if nobody will receive it."""
         with self._sending:
-            first, offset = 0, 0  # the first part that is not sent yet, and how many of its bytes are
+            first, offset = 0, 0  # the first part that is not fully sent, and how many of its bytes are
             while first < len(parts):
                 count = self._socket.sendmsg([parts[first][offset:], *parts[first + 1 : first + MOST_BUFFERS]])
                 self.sent_bytes += count
@@ -146,15 +147,15 @@ class Connection:
                     first += 1
 
     def receive(self) -> Any:
-        """The next message. EOFError or OSError if there can be none; any other exception is of a message that cannot be unpickled, and the
-        next one can be received."""
+        """Return the next message. Raises EOFError or OSError if there can be none; any other exception means that a message cannot be
+        unpickled, and the next one can still be received."""
         body, count = HEAD.unpack(self._exactly(HEAD.size))
         sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
         pickled = self._exactly(body)
         return pickle.loads(pickled, buffers=[self._exactly(size) for size in sizes])
 
     def _exactly(self, size: int) -> memoryview:
-        memory = np.empty(size, np.uint8).data  # not cleared, as that of a bytearray would be
+        memory = np.empty(size, np.uint8).data  # not cleared first, as the memory of a bytearray would be
         received = 0
         while received < size:
             count = self._socket.recv_into(memory[received:], size - received, socket.MSG_WAITALL)
@@ -165,7 +166,7 @@ class Connection:
         return memory
 
     def shut(self) -> None:
-        """End what both threads wait for, here and at the other end."""
+        """Shut the socket down, which ends the waits of both threads here, and of the other end."""
         with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,11 +1,11 @@
 """One worker: a device with everything on it, behind the line that separates what decides from what computes.
 
 Enters: prompts, rows, a mini-batch's part for this worker, a checkpoint's folder. Leaves: groups, numbers for tokens, sums for metrics, and
-checkpoint files; heads of groups where it holds the samples itself (cluster/shelf.py). Guaranteed: only records that pickle, numbers and
-paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. A method is a plain one or a generator:
-what a generator yields (progress, finished groups) goes to the caller as it comes, and what it returns is the result; no callback crosses.
-So the same calls run in this process or in another (cluster/hosts.py). What does not pickle stays on its side: the stream of `weights` is
-the worker's, whose engine reads it.
+checkpoint files; only heads of groups where the worker keeps the samples itself (cluster/shelf.py). Guaranteed: only records that pickle,
+numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. A method is a plain function or
+a generator: items that a generator yields (progress, finished groups) reach the caller as they come, and its return value is the result; no
+callback crosses. So the same calls run in this process or in another (cluster/hosts.py). Whatever does not pickle stays on its side: the
+worker itself reads the stream of `weights`, for its engine.
 """
 
 from __future__ import annotations
@@ -55,31 +55,31 @@ from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 Kept = TypeVar("Kept")
-Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
-BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
-PASSES_BETWEEN_LOOKS = 4  # after so many passes members that sample together tell one another what they were told
-LOOK_S = 0.02  # how long a member that has nothing to sample waits for a message before it asks the others
-ROLLOUT_ROLES = {False: ("actor",), True: ()}  # whose parameters an engine reads, without a twin of the actor and with it
+Done = tuple[int, int]  # micro-batches of a pass, or optimizer steps of an update: how many are done, and how many there are
+BETWEEN_STEPS = ("eval", "save")  # phases outside of steps
+PASSES_BETWEEN_LOOKS = 4  # members that sample together exchange whether they have messages after this many passes
+LOOK_S = 0.02  # how long a member with nothing to sample waits for a message before it asks the other members
+ROLLOUT_ROLES = {False: ("actor",), True: ()}  # roles whose parameters the engine reads, by whether the actor has a twin
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
 
 @dataclass(frozen=True, eq=False)
 class Annotated:
     numbers: list[np.ndarray]  # for each micro-batch, one number per trained token
-    pad_tokens: int  # computed beside the rows' own tokens
-    seconds: float  # in passes, where parameters are shared out with the gathers inside them
-    failure: str | None = None  # what was reported when memory ran out, in which case numbers and pad tokens mean nothing
+    pad_tokens: int  # padding computed in addition to the rows' own tokens
+    seconds: float  # of the passes, including gathers of sharded parameters
+    failure: str | None = None  # the out-of-memory error, if any; numbers and pad tokens are then meaningless
 
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """What a worker's part of an update gives: for each optimizer step the sums over its micro-batches and the optimizer's metrics."""
+    """The result of a worker's part of an update: for each optimizer step, the sums over its micro-batches and the optimizer's metrics."""
 
     steps: list[tuple[LossSums, Metrics]]
     micro_batches: int
     pad_tokens: int
-    seconds: float  # in forward and backward passes, where parameters are shared out with the gathers inside them
-    failure: str | None = None  # what was reported when memory ran out: no worker made the step after these; empty: it was another one
+    seconds: float  # of forward and backward passes, including gathers of sharded parameters
+    failure: str | None = None  # the out-of-memory error that kept all workers from the next step; empty: another worker had it
 
     def __add__(self, later: UpdateSums) -> UpdateSums:
         counts = (self.micro_batches + later.micro_batches, self.pad_tokens + later.pad_tokens, self.seconds + later.seconds)
@@ -90,43 +90,43 @@ class UpdateSums:
 class SyncReport:
     seconds: float
     moved_bytes: int  # copied by the engine, or gathered from other workers
-    checksum: str | None  # covers some of the weights that the engine samples from; None: no other worker has the same
+    checksum: str | None  # of some of the weights that the engine samples from; None: no other worker has the same weights
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What a worker has loaded of a role's model. Other workers with the same part must have the same numbers."""
+    """What a worker has loaded of a role's model. Workers with the same part must have the same numbers."""
 
     part: tuple[int, ...]
-    checksum: str  # covers some of the numbers
+    checksum: str  # of some of the numbers
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the driver must know of a worker that has just been made."""
+    """Facts that the driver needs about a worker that has just been made."""
 
     plan: Plan
-    sizes: Mapping[str, ModelSize]  # by role: its model's, for what its passes cost
+    sizes: Mapping[str, ModelSize]  # of each role's model, to estimate the cost of its passes
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
-    queue: bool = False  # prompts may go to whichever worker is free
-    together: Mapping[str, int] = field(default_factory=dict)  # by role: workers that compute each layer together
-    sampling: int = 1  # workers that sample together
-    gathers: bool = False  # passes wait for other workers, which must make them at the same time
-    holds_samples: bool = False  # the driver gets heads in place of groups
-    device: str = "CPU"  # its name, as the driver of a GPU has it
-    device_bytes: int = 0  # memory of the device that is this worker's; 0 on a CPU
+    queue: bool = False  # whether prompts may go to whichever worker is free
+    together: Mapping[str, int] = field(default_factory=dict)  # by role: how many workers compute each layer together
+    sampling: int = 1  # how many workers sample together
+    gathers: bool = False  # whether passes wait for other workers, which must make them at the same time
+    holds_samples: bool = False  # whether the driver gets heads in place of groups
+    device: str = "CPU"  # the name that the GPU's driver gives it
+    device_bytes: int = 0  # this worker's share of the device's memory; 0 on a CPU
     probed: Probed = NOTHING_PROBED
-    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role; none where a worker has no others beside it
+    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role; empty for a worker that is alone
 
 
 @dataclass(frozen=True)
 class StopSampling:
-    """Told to members that sample together where nobody reads their samples any more."""
+    """A message to members that sample together: nobody reads their samples any more."""
 
 
 class GroupMessages:
-    """The driver's messages to members that sample together, as an inbox. They arrive at different times, and all members act on them
-    before the same pass: when each has its answer, or one of them was told to stop."""
+    """An inbox for the driver's messages to members that sample together. Messages arrive at different times, and all members act on them
+    before the same pass: when every member has its answer, or one of them was told to stop."""
 
     def __init__(self, inbox: Inbox, members: Ranks) -> None:
         self._inbox, self._members, self._passes = inbox, members, 0
@@ -135,7 +135,7 @@ class GroupMessages:
         self._told = self._stopped = False
 
     def halted(self) -> bool:
-        """Whether to stop. Every member asks before each pass."""
+        """Return whether to stop. Every member must ask before each pass."""
         self._passes += 1
         if self._passes % PASSES_BETWEEN_LOOKS == 0:
             self._all_have_an_answer()
@@ -149,7 +149,7 @@ class GroupMessages:
             if found := self.poll():
                 return found
             self._take(self._inbox.wait(LOOK_S))
-        return [{}]  # nothing more comes
+        return [{}]  # no more prompts will come
 
     def send(self, item: Any) -> None:
         self._inbox.send(item)
@@ -162,7 +162,7 @@ class GroupMessages:
                 self._answers.append(message)
 
     def _all_have_an_answer(self) -> bool:
-        """All members must call it at the same time."""
+        """Return whether every member has an answer and none must stop. All members must call this at the same time."""
         self._take(self._inbox.poll())
         told, missing = self._members.most_of_each([self._told, not self._answers])
         self._stopped = bool(told)
@@ -170,7 +170,7 @@ class GroupMessages:
 
 
 class PromptQueue:
-    """An engine's end of the driver's queue of prompts: messages of the driver, which have prompts by the places it knows them by."""
+    """The engine's end of the driver's prompt queue. Each message maps the driver's places of prompts to the prompts."""
 
     def __init__(self, inbox: Inbox, places: list[int], longest: int) -> None:
         self.inbox, self.places, self.longest = inbox, places, longest
@@ -196,7 +196,7 @@ class Residents:
         self._residences[role] = Residence(model, role, learns=learns)
 
     def need(self, *roles: str, update: bool = False) -> None:
-        """Bring these roles to the device, after all others have left it to make room. `update`: their parameters are about to change."""
+        """Move these roles to the device, after moving all others off it to make room. `update`: their parameters are about to change."""
         for role, residence in self._residences.items():
             if role not in roles:
                 residence.to_host(unchanged=role not in self._changed)
@@ -204,7 +204,7 @@ class Residents:
         for role in roles:
             if role in self._residences:
                 if role == "actor" and not self._residences[role].on_device:
-                    # The actor stays through the rollout. Placed in memory that the KV cache has lent, it would keep the cache from it.
+                    # The actor stays through the rollout. In memory that the KV cache has lent, it would block the cache.
                     torch.cuda.empty_cache()
                 self._residences[role].to_device()
                 self._changed |= {role} if update else set()
@@ -238,7 +238,7 @@ class PhaseFailed(Exception):
 
 @contextlib.contextmanager
 def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
-    """Turn an out-of-memory error inside a phase into one that names the settings that would help. `where`: which worker it is, of
+    """Turn an out-of-memory error inside a phase into one that names the settings that would help. `where`: names the worker, if there are
     several."""
     try:
         yield
@@ -250,14 +250,14 @@ def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
 
 
 def out_of_memory(phase: str | None, where: str, what: str) -> UserError:
-    """An error that names the settings that would help. `what`: what was reported when memory ran out."""
+    """Make an error that names the settings that would help. `what`: what was reported when memory ran out."""
     remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
     return UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}")
 
 
 @contextlib.contextmanager
 def refusals_noted() -> Iterator[list[OSError]]:
-    """Note what a disk refuses, in place of raising it: in a form that pickles, which errors of some libraries do not."""
+    """Collect the errors of a disk in place of raising them, in a form that pickles, which errors of some libraries do not."""
     found: list[OSError] = []
     try:
         yield found
@@ -269,7 +269,7 @@ def refusals_noted() -> Iterator[list[OSError]]:
 
 
 def nothing() -> None:
-    """Where nothing has to be done."""
+    """Do nothing."""
 
 
 def device_name(device: torch.device) -> str:
@@ -288,25 +288,25 @@ class Worker:
     engine: Engine | None  # None: nothing is sampled (SFT)
     residents: Residents
     account: Account
-    export: Callable[[Path], None]  # writes the actor for others to load
+    export: Callable[[Path], None]  # writes the actor in a form that others can load
     export_bytes: int  # about how many bytes `export` writes
-    sizes: Mapping[str, ModelSize]  # by role: its model's
+    sizes: Mapping[str, ModelSize]  # of each role's model
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
-    shards: tuple[Shards, ...] = ()  # models that are shared out among them
-    twin: Twin | RolloutCopy | None = None  # the model for the engine, where it is not the one that learns
-    sampling: Ranks = ALONE  # the members that sample together
+    shards: tuple[Shards, ...] = ()  # models whose parameters are sharded across these workers
+    twin: Twin | RolloutCopy | None = None  # the engine's copy of the model, where it does not read the one that learns
+    sampling: Ranks = ALONE  # the members that sample together with this worker
     host_group: Ranks = ALONE  # the same members, for collectives in main memory
-    shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
-    utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not say how busy it is
-    collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
+    shelf: Shelf | None = None  # the samples that this worker keeps, in a run on several machines
+    utilization: GpuUtilization | None = None  # None: a CPU, or a GPU whose driver does not report utilization
+    collect: Callable[[], None] = nothing  # prepares what `export` writes; runs on all workers at the same time
     probed: Probed = NOTHING_PROBED
-    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role: what other workers must have too
-    version: int | None = 0  # which weights the engine samples from; None: they have changed and were not synced
-    _unwritten: Callable[..., Digests] | None = None  # does the rest of the last `save`
-    _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
-    _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
-    _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
+    loaded: Mapping[str, Replica] = field(default_factory=dict)  # by role: checksums that must equal those of other workers
+    version: int | None = 0  # version of the weights that the engine samples from; None: they have changed since the last sync
+    _unwritten: Callable[..., Digests] | None = None  # writes the rest of the last `save`
+    _progress_s: float | None = None  # seconds of generating between progress reports of `generate`
+    _moved: Counter[str] = field(default_factory=Counter)  # bytes moved, by kind of collective, since the last `metrics`
+    _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # phases that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
         parts = {name: role.tensor.size for name, role in self.roles.items()}
@@ -322,13 +322,13 @@ class Worker:
 
     @property
     def _may_queue(self) -> bool:
-        """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
-        bit, no clock may decide who samples what."""
+        """Whether a queue may decide which worker samples what. Not where a run must repeat bit for bit: which samples run side by side
+        changes the last bits of their log-probs, at least on a CPU."""
         repeats = self.config.run.deterministic or self.account.device.type == "cpu"
         return self.engine is not None and self.engine.can_be_fed and not repeats
 
     def begin_phase(self, name: str) -> None:
-        """Measure the memory of the calls that follow."""
+        """Begin a phase: the memory of the calls that follow is measured."""
         stack = contextlib.ExitStack()
         stack.enter_context(self.account.phase(name))
         if not self._phases and name not in BETWEEN_STEPS:
@@ -343,7 +343,7 @@ class Worker:
         return self._phases[-1][0] if self._phases else None
 
     def end_phase(self, failed: bool) -> None:
-        """End the innermost phase; one that has failed is not measured."""
+        """End the innermost phase. A phase that has failed is not measured."""
         _, stack = self._phases.pop()
         with contextlib.suppress(PhaseFailed), stack:
             if failed:
@@ -360,11 +360,11 @@ class Worker:
         longest_queued: int = 0,
         inbox: Inbox | None = None,
     ) -> Generator[AnyGroup | FreeSeats | None, None, RolloutLimits | None]:
-        """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
-        this worker holds its samples; None in its place from a member whose group another one tells, and now and then after a pass. The KV
-        cache is given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of
-        the longest prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are
-        no more. Returns how much the engine has in memory at once from now on."""
+        """Yield one group for each prompt as soon as it is complete, with the caller's place of the prompt; only the group's head, where
+        this worker keeps the samples; None from a member whose groups another member sends, and now and then after a pass. The KV cache is
+        freed even if the caller stops early. `version`: the version of the weights to sample from. `longest_queued`: tokens of the longest
+        prompt that the caller holds back; the caller must then answer each `FreeSeats` with more prompts, or with none if there are no
+        more. Returns how much the engine will hold in memory at once from now on."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -373,7 +373,7 @@ class Worker:
         self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         if inbox and self._progress_s is not None:
             self.engine.recorder.tell(inbox.send, self._progress_s)
-        self.engine.recorder.on_pass = signs_for(inbox)  # whatever is logged: a long group must not look like a hang
+        self.engine.recorder.on_pass = signs_for(inbox)  # even without logging: a long group must not look like a hang
         messages = GroupMessages(inbox, self.host_group) if inbox and self.sampling.size > 1 else None
         self.engine.halted = messages.halted if messages else None
         places, given = list(prompts), list(prompts.values())
@@ -385,7 +385,7 @@ class Worker:
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
-                if self.sampling.rank:  # another member tells the same; this one is only not to be silent
+                if self.sampling.rank:  # another member sends the same; this one only shows that it is alive
                     yield None
                 elif isinstance(item, Group):
                     group = replace(item, place=places[item.place])
@@ -404,16 +404,16 @@ class Worker:
             if releases_memory(self.config):
                 self.engine.release()
                 if self.shards and self.account.device.type == "cuda":
-                    # Gathers and reductions run in streams of their own, to which torch lends no memory that another stream has freed.
+                    # Gathers and reductions run in their own streams, for which torch does not reuse memory that another stream has freed.
                     torch.cuda.empty_cache()
 
     def limit_rollout(self, limits: RolloutLimits) -> None:
-        """Have the engine keep no more in memory at once than this."""
+        """Limit how much the engine holds in memory at once."""
         if self.engine:
             self.engine.limit(limits)
 
     def rollout_stats(self) -> EngineStats:
-        """The engine's statistics of the last `generate`."""
+        """Return the engine's statistics of the last `generate`."""
         assert self.engine
         return self.engine.stats()
 
@@ -427,17 +427,17 @@ class Worker:
             self.engine.report(say, interval)
 
     def listen(self, listen: Listener | None) -> None:
-        """Have the engine tell of the tokens of each sample as they come, until told otherwise."""
+        """Have the engine pass on the tokens of each sample as they come, until called with None."""
         assert self.engine
         self.engine.listener = listen
 
     def sync(self, version: int, inbox: Inbox | None = None) -> SyncReport:
-        """Bring the engine to the trainer's weights, which have changed."""
+        """Copy the trainer's changed weights to the engine."""
         with signs_of_progress(inbox, self._collected):
             return self._sync(version)
 
     def _collected(self) -> float:
-        """How much collectives have moved: where they hang, it does not grow."""
+        """Return how much collectives have moved, as a sign of progress: while one hangs, the number does not grow."""
         return float(self.ranks.moved.total())
 
     def _sync(self, version: int) -> SyncReport:
@@ -469,7 +469,7 @@ class Worker:
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
     def held(self, method: str, *args: Any, inbox: Inbox | None = None) -> Generator[Any, None, Any]:
-        """Call a method of the shelf. A mistake of the user's is the result: the workers are not at fault, and may have to save."""
+        """Call a method of the shelf. A user's mistake is returned, not raised: the workers are not at fault, and may have to save."""
         assert self.shelf
         try:
             with signs_of_progress(inbox, self.shelf.carried):
@@ -479,7 +479,7 @@ class Worker:
             return UserError(*error.args)
 
     def _given(self, rows: Mapping[int, Row] | str) -> Mapping[int, Row]:
-        """The rows of a call. A text: the purpose for which other workers have sent them."""
+        """Return the rows of a call. A string stands for rows that other workers have sent: it names their purpose."""
         if not isinstance(rows, str):
             return rows
         assert self.shelf
@@ -488,9 +488,9 @@ class Worker:
     def annotate(
         self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool, field: str = ""
     ) -> Generator[Done | None, None, Annotated]:
-        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
-        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds. Where memory
-        runs out, no number is kept. None only tells that the worker is at work."""
+        """Compute the role's number for each trained token of these micro-batches, which are lists of keys of `rows`. Numbers of rows that
+        other workers have sent stay here, to be given back. `field`: what the numbers are for, where a role has several kinds. If memory
+        runs out, no number is kept. A yielded None only shows that the worker is alive."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found: list[np.ndarray] = []
@@ -534,7 +534,7 @@ class Worker:
     @staticmethod
     @torch.no_grad()
     def _pass_over_filler(role: Role, micro: MicroBatch | None) -> None:
-        """`micro`: in place of a pass over this micro-batch, for workers that compute it together."""
+        """Make a pass over filler tokens. `micro`: the micro-batch that this pass replaces, for workers that compute it together."""
         if micro is None:
             role.annotate(FILLER)
             return
@@ -542,23 +542,23 @@ class Worker:
             pass
 
     def _need_for_passes(self, role: str) -> None:
-        """The reference may be the actor without its adapters."""
+        """Move the model of the role's passes to the device. The reference may be the actor without its adapters."""
         self.residents.need("actor" if "actor" in self.roles and self.roles[role].model is self.actor.model else role)
 
     def _shards_of(self, role: Role) -> list[Shards]:
         return [shards for shards in self.shards if shards.model is role.model]
 
     def _joint_passes(self, role: Role, count: int, own: Sequence[MicroBatch]) -> JointPasses[MicroBatch]:
-        """The passes that every worker makes where parameters are shared out, since each gathers them, or where workers send tokens to one
-        another's experts; elsewhere, those that several workers make together. `count`: how many micro-batches this worker has, `own`:
-        those of which it makes a pass."""
+        """Describe the passes that workers must make at the same time: all workers, where passes gather sharded parameters or send tokens
+        to other workers' experts; elsewhere, the workers that compute a micro-batch together. `count`: how many micro-batches this worker
+        has. `own`: those that it makes a pass of."""
         shards, together = self._shards_of(role), role.sequence.size > 1 or role.tensor.size > 1
         agreed = self.ranks.most(count, self.account.device) if shards or role.meets else 0
         return JointPasses(self.ranks.progress, shards, agreed, own, together=together)
 
     def trace(self, role: str) -> PassTrace:
-        """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
-        same time."""
+        """Find the order in which a pass without gradient gathers sharded parameters, and what it leaves whole. All workers must call this
+        at the same time."""
         (shards,) = self._shards_of(self.roles[role])
         self.residents.need(role)
         found = traced(shards, lambda: self.roles[role].annotate(FILLER))
@@ -566,16 +566,16 @@ class Worker:
         return found
 
     def most_tokens(self, role: str) -> int:
-        """The most tokens that have entered the role's model in a pass."""
+        """Return the most tokens that have entered the role's model in one pass."""
         return self.roles[role].most_tokens
 
     def most_experts(self) -> int:
-        """The most experts of a layer that the engine reads here, whole or in part."""
+        """Return the most experts of a layer that this worker's engine reads, whole or in part."""
         assert self.engine
         return max((len(own) for own in self.engine.parameters() if own.ndim == 3), default=0)
 
     def most_key_heads(self) -> int:
-        """The most key heads that the engine caches for a layer here."""
+        """Return the most key heads that this worker's engine caches for a layer."""
         assert self.engine
         return self.engine.key_heads
 
@@ -590,10 +590,10 @@ class Worker:
     def update(
         self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool, done: int = 0
     ) -> Generator[Done | None, None, UpdateSums]:
-        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch, except for
-        the first `done` of them, which are made already. Progress is first told before any parameter changes; None, after a micro-batch,
-        only tells that the worker is at work. Where memory runs out, the steps before are kept, and gradients and random generators are as
-        before the mini-batch."""
+        """Make every optimizer step of a role from this worker's part of each mini-batch, after `updates_before` earlier steps, except for
+        the first `done`, which are already made. Progress is first reported before any parameter changes; a None after a micro-batch only
+        shows that the worker is alive. If memory runs out, the steps before are kept, and gradients and random generators are reset to
+        their state before the mini-batch."""
         trainer, epochs, device = self.trainers[role], self.config.algorithm.epochs, self.account.device
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
@@ -624,16 +624,17 @@ class Worker:
                 break
             found.append((sums, metrics))
             yield done + len(found), len(batches)
-        if device.type == "cuda":  # an optimizer on the host is still under way: its seconds are this phase's
+        if device.type == "cuda":  # an optimizer on the host is still running, and its time belongs to this phase
             torch.cuda.synchronize(device)
         micro_batches = [micro for batch in batches[done : done + len(found)] for micro in batch.micro_batches]
         return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds, failure)
 
     def _repeats(self, trainer: Trainer, joint: JointPasses[MicroBatch]) -> bool:
-        """Whether a mini-batch that ran out of memory can be repeated: this worker can do what others wait for, and nothing has changed.
-        Losses that mark tokens compare them over all. Layers that are recomputed send other tokens to experts than in the forward pass if
-        another worker's zeros come before a router in what is recomputed: those of experts in an earlier layer of the same unit, or, where
-        sequences are divided too, those of attention. Selective recompute keeps what routers and attention have computed."""
+        """Return whether a mini-batch that ran out of memory can be repeated: this worker can still do what others wait for, and nothing
+        has changed. It cannot be repeated if the loss marks tokens by comparing them over all workers, or if recomputed layers would route
+        other tokens to experts than the forward pass did, because another worker's zeros come before a router in the recomputed part: zeros
+        of experts in an earlier layer of the same unit or, where sequences are divided too, zeros of attention. Selective recompute keeps
+        the results of routers and attention."""
         marks = trainer.marking is not None and not trainer.optimizer.alone
         settings = self.plan.roles.get(trainer.role.name, RoleSettings())
         in_units = settings.recompute != "none" and settings.recompute_method == "uniform" and (settings.recompute_layers or 1) > 1
@@ -642,17 +643,17 @@ class Worker:
         return not (marks or reroutes or trainer.optimizer.changing) and joint.may_be_given_up
 
     def _apply(self, trainer: Trainer, trial: MemoryTrial) -> Metrics | None:
-        """The optimizer step; None if memory ran out, on this worker or another one."""
+        """Make the optimizer step. Returns None if memory ran out, on this worker or another one."""
         alone = trainer.optimizer.alone
         try:
-            with trial if alone else contextlib.nullcontext():  # other workers would not know of the error
+            with trial if alone else contextlib.nullcontext():  # with `trial`, other workers would not know of the error
                 return trainer.apply(failed=trial.failure is not None)
         except StepAbandoned as end:
             trial.failure = trial.failure or str(end)
         return None
 
     def metrics(self) -> Metrics:
-        """Memory and how busy the GPU was, measured since the last call, and what collectives have moved in a step's phases."""
+        """Return memory use and GPU utilization since the last call, and the bytes that collectives moved in a step's phases."""
         peak, moved = self.account.peak_bytes, dict(self._moved)
         self._moved.clear()
         busy = self.utilization.take() if self.utilization else None
@@ -664,7 +665,7 @@ class Worker:
         }
 
     def pending_memory(self) -> dict[str, Reading]:
-        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
+        """Return memory readings that no `metrics` call has returned yet, for `restore_memory` in another process."""
         return self.account.pending()
 
     def restore_memory(self, pending: Mapping[str, Reading]) -> None:
@@ -673,19 +674,19 @@ class Worker:
     # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor's parameters by their names, one after another, for an engine that keeps a copy of its own."""
+        """Yield the actor's parameters with their names, one after another, for an engine that keeps its own copy."""
         self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         model = self.twin.model if self.twin else self.actor.model
         yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
     def state(self) -> dict[str, dict[str, int]]:
-        """How many optimizer steps each role that learns has made and left out."""
+        """Return how many optimizer steps each role that learns has made and skipped."""
         return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool, inbox: Inbox | None = None) -> OSError | None:
-        """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
-        the tensors may only be copied, for `finish_save` to write. What the disk refuses is returned: the worker is not at fault."""
-        self._unwritten = None  # the copy of a save that failed
+        """Write the exported model, the trainer's tensors and the caller's arrays into a checkpoint's folder. With `beside`, tensors may
+        only be copied, for `finish_save` to write. Errors of the disk are returned, not raised: the worker is not at fault."""
+        self._unwritten = None  # drops the copy of a save that failed
         self.residents.need("actor", "critic")
         with signs_of_progress(inbox, self._collected):
             self.collect()
@@ -698,24 +699,24 @@ class Worker:
         return refused[0] if refused else None
 
     def finish_save(self, inbox: Inbox | None = None) -> Digests | OSError:
-        """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
-        known already, or what the disk refuses."""
+        """Write the rest of the last `save`. Safe in any thread: it reads nothing that training changes. Returns the digests of files that
+        are known already, or the disk's error."""
         write, self._unwritten = self._unwritten, None
         with refusals_noted() as refused, signs_of_progress(inbox, Written()):
             return write(go_on=signs_for(inbox)) if write else {}
         return refused[0]
 
     def checkpoint_bytes(self) -> int:
-        """About how many bytes `save` writes."""
+        """Return about how many bytes `save` writes."""
         return self.export_bytes + sum(tensor.nbytes for tensor in self._tensors().values())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The states of the roles that learn, beside the exported model."""
+        """Return the optimizer states of the roles that learn, which are saved beside the exported model."""
         self.residents.need("actor", "critic")
         return self._of_learners(lambda optimizer: optimizer.tensors())
 
     def _of_learners(self, ask: Callable[[Optimizer], dict[str, Kept]]) -> dict[str, Kept]:
-        """What the optimizers keep by name, under the names that it has in a checkpoint."""
+        """Ask each role's optimizer, and return the answers under their names in a checkpoint."""
         prefixes = {"actor": "", "critic": CRITIC_TENSORS}
         own = {prefixes[role]: ask(trainer.optimizer) for role, trainer in self.trainers.items()}
         return {f"{prefix}{name}": kept for prefix, all_kept in own.items() for name, kept in all_kept.items()}

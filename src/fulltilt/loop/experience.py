@@ -1,8 +1,8 @@
 """Sampling, and validation.
 
 Enters: the parts of a run and prompts. Leaves: groups; or, under verl's names, the rewards of the validation prompts (for SFT: the loss of
-the rows). Guaranteed: groups are in prompt order; what the reward model says is in the scores like any other reward; what training draws
-does not depend on how often it is validated.
+the rows). Guaranteed: groups are in prompt order; the reward model's numbers are in the scores like any other reward; samples of training
+do not depend on how often it is validated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fulltilt.records import AnyRow, Prompt, Score
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, EvalConfig, RolloutConfig
 
-EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
+EVALUATION_STREAM = 1 << 62  # validation has its own stream of noise, so that validating more often does not change training
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -40,7 +40,7 @@ def sampling_of(config: Config, section: RolloutConfig | EvalConfig, samples: in
 
 
 def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Any, ...]:
-    """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
+    """Sample one group for each prompt. Complete groups are scored while the others are sampled."""
     assert parts.samples
     done = itertools.count(1)
     return parts.samples.sample(prompts, sampling, seed, lambda: console.phase_progress(next(done), len(prompts)))

@@ -1,12 +1,13 @@
-"""The folder of a run, while one process has it.
+"""The folder of a run, while one process holds it.
 
 Enters: `run.dir`. Leaves: a `RunFolder`, locked until its context ends. Guaranteed: only a new, an empty or a run's own folder is opened;
-two processes never have the same one; metrics and rollouts whose checkpoints were deleted are moved to `before-1/`, `before-2/`, ... and
-never written over; a folder that is removed or renamed while the run has it is noticed before more is written; one whose modes no longer
-let its owner write gets them back.
+two processes never hold the same folder; metrics and rollouts whose checkpoints were deleted are moved to `before-1/`, `before-2/`, ... and
+never overwritten; a folder that is removed or renamed during the run is noticed before more is written; write permissions that the owner
+has lost are restored.
 
-The marker `.fulltilt` is also the lock. Its first line says what it is; a second one says that the run has had a checkpoint: without one,
-what a killed run has written is computed again. A marker that a user has made says nothing: it counts as that of a run with a checkpoint.
+The marker `.fulltilt` is also the lock. Its first line says what it is; a second line says that the run has had a checkpoint: without a
+checkpoint, a killed run's results are computed again. A marker with any other content, such as an empty one made by a user, counts as that
+of a run with a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ HAD_CHECKPOINT = "The run has had a checkpoint.\n"
 
 class RunFolder:
     def __init__(self, path: Path, marker: TextIO) -> None:
-        """`marker`: locked, and open until the run ends."""
+        """`marker`: the open marker file, locked until the run ends."""
         self.path = path
         self._marker = marker
         marker.seek(0)
         self.had_checkpoint = marker.read() != MARKER_TEXT
 
     def note_checkpoint(self) -> None:
-        """From now on, metrics and rollouts are worth keeping if all checkpoints are deleted."""
+        """Note that the run has a checkpoint: from now on, metrics and rollouts are kept even if all checkpoints are deleted."""
         if not self.had_checkpoint:
             self._marker.write(HAD_CHECKPOINT)
             self._marker.flush()
             self.had_checkpoint = True
 
     def move_aside(self) -> Path | None:
-        """Move what a run has written whose checkpoints were deleted. Returns the folder that holds it now; None if there is nothing. From
-        then on the folder is that of a run without a checkpoint."""
+        """Move the metrics and rollouts of a run whose checkpoints were deleted. Returns the folder that holds them now; None if there are
+        none. From then on the folder is that of a run without a checkpoint."""
         if not self.had_checkpoint:
             return None
         found = [path for name in (METRICS, ROLLOUTS, VALIDATION) if has_content(path := self.path / name)]
@@ -71,7 +72,7 @@ class RunFolder:
             raise UserError(f"run.dir: {self.path} cannot be written: {error.strerror}. Use another folder") from error
 
     def require_in_place(self) -> None:
-        """Raise UserError if the folder is no longer the one that the run opened. What its owner may no longer write is made writable."""
+        """Raise UserError if the folder is no longer the one that the run opened. Restore its owner's permission to write."""
         self._restore_modes()
         held = os.fstat(self._marker.fileno())
         with contextlib.suppress(OSError):
@@ -89,19 +90,19 @@ class RunFolder:
         )
 
     def _restore_modes(self) -> None:
-        """No sandbox keeps a reward function from changing modes."""
+        """Restore lost modes: no sandbox keeps a reward function from changing modes."""
         if lost := [str(path) for path in self._written() if made_writable(path)]:
             warnings.warn(f"the mode of {listed(lost)} was changed during the run and has been restored", RunWarning, stacklevel=2)
 
     def _written(self) -> Iterator[Path]:
-        """What a run must be able to write, outermost first."""
+        """Yield the paths that a run must be able to write, outermost first."""
         yield self.path
         yield from map(self.path.joinpath, (RUN_MARKER, SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION, "checkpoints"))
         yield from self.path.glob("checkpoints/*/")
 
 
 def made_writable(path: Path) -> bool:
-    """Whether the owner could not use the path, and now can."""
+    """Make a path usable for its owner. Returns whether it was not before, and now is."""
     with contextlib.suppress(OSError):
         mode = path.stat().st_mode
         needed = 0o700 if stat.S_ISDIR(mode) else 0o600
@@ -116,7 +117,7 @@ def has_content(path: Path) -> bool:
 
 
 def moved_to(marker: TextIO) -> Path | None:
-    """The folder in which an open file is now; None where the system does not say."""
+    """Return the folder in which an open file is now; None if the system does not tell."""
     with contextlib.suppress(OSError):
         return Path(os.readlink(f"/proc/self/fd/{marker.fileno()}")).parent
     return None
@@ -124,8 +125,8 @@ def moved_to(marker: TextIO) -> Path | None:
 
 @contextlib.contextmanager
 def open_run_folder(path: Path, *, new: bool = False) -> Iterator[RunFolder]:
-    """Make the folder if there is none, and lock it: two processes would destroy each other's work. `new`: it was not a run's folder when
-    the run was prepared; if it is one now, another process was faster."""
+    """Create the folder if there is none, and lock it: two processes would destroy each other's work. `new`: whether it was not a run's
+    folder when the run was prepared; if it is one now, another process was faster."""
     refuse_foreign(path, RUN_MARKER, "run.dir")
     other = f"run.dir: another process is running in {path}. Wait for it, or use another folder"
     try:

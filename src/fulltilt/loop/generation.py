@@ -1,7 +1,7 @@
 """Generation without a run: the model of a folder, or of a run's checkpoint, continues prompts through the rollout engine.
 
-Enters: a model or run folder, settings of [eval], prompts. Leaves: groups in prompt order. Guaranteed: a run's checkpoint is used with what
-the run says about its model, its adapters and the form of its prompts, so that samples are those that validation would see.
+Enters: a model or run folder, settings of [eval], prompts. Leaves: groups in prompt order. Guaranteed: a run's checkpoint is used with the
+run's own settings of model, adapters and prompts, so that samples are those that validation would see.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import FINISHED, STATE, Checkpoint, CheckpointStore
 
-PROMPT_KEYS = ("system", "template_args", "apply_template")  # keys of [data] that say how prompts are written
+PROMPT_KEYS = ("system", "template_args", "apply_template")  # keys of [data] for the form of prompts
 
 
 def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
-    """The checkpoint that a path names: the newest one of a run folder, or that of `step`, or the one whose folder or model it is. None for
-    any other path, which is a model's."""
+    """Return the checkpoint that a path names: the newest one of a run folder, or that of `step`, or the one that the path or its parent
+    is. None for any other path, which is a model's."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder / "checkpoints") or os.path.isfile(folder / "metrics.jsonl"):
         store = CheckpointStore(folder / "checkpoints", keep=1)
@@ -54,7 +54,7 @@ def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
 
 
 def tables_for(path: str, found: Checkpoint | None) -> dict[str, dict[str, Any]]:
-    """The tables of a configuration that generates with a model. Its data is never read, but a configuration has some."""
+    """Make the tables of a configuration that generates with a model. They include some data, which is never read."""
     tables: dict[str, dict[str, Any]] = {"model": {"path": path}, "data": {"train": ".", "val": "."}, "run": {"steps": 1}}
     if found is None:
         return tables
@@ -65,13 +65,13 @@ def tables_for(path: str, found: Checkpoint | None) -> dict[str, dict[str, Any]]
         of_model = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
         of_lora = {key.removeprefix("lora."): value for key, value in saved.items() if key.startswith("lora.") and key != "lora.critic"}
         if commit := found.state().get("commits", {}).get(of_model["path"]):
-            of_model["revision"] = commit  # of the base that the adapters were trained on
+            of_model["revision"] = commit  # the commit of the base that the adapters were trained on
         tables |= {"model": of_model, "lora": of_lora}
     return tables
 
 
 def needs_base(found: Checkpoint) -> bool:
-    """Whether the checkpoint holds adapters, and not a whole model."""
+    """Return whether the checkpoint holds adapters rather than a whole model."""
     return not (found.model_folder / "config.json").is_file()
 
 
@@ -83,7 +83,7 @@ class Generation:
     sampling: Sampling
 
     def groups(self, prompts: Sequence[Encoded], seed: int, listen: Listener | None = None) -> tuple[Group, ...]:
-        """One group for each prompt. `listen` gets the place of a prompt and the tokens of its sample so far, as they come."""
+        """Sample one group for each prompt. `listen`: called with a prompt's place and its sample's tokens so far, as they come."""
         made = [Prompt(uid, each.ids, each.text) for uid, each in enumerate(prompts)]
         self.crew.worker.listen(listen)
         with self.crew.phase("rollout"):

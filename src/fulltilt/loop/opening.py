@@ -1,9 +1,9 @@
 """Opening a run: its folder, the checkpoint to resume from, its parts; then training or evaluation.
 
-Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: only a run's own folder, an empty or a new one
-is written, and by one process at a time; a run is resumed only with the configuration, the files and the data it was started with, unless
-the user insists; into a new folder nothing is written before configuration, reward, data and model have been checked; a run whose worker
-was lost resumes from its last checkpoint by itself, as often as `cluster.restarts` allows.
+Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: a run writes only into its own folder, an
+empty or a new one, one process at a time; it is resumed only with the configuration, the files and the data it was started with, unless the
+user insists; nothing is written into a new folder before configuration, reward, data and model have been checked; a run that has lost a
+worker resumes from its last checkpoint by itself, as often as `cluster.restarts` allows.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from fulltilt.tune.probe import Prober
 from fulltilt.words import first_line, joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
-LAYOUT = ("workers", "parts", "rollout_parts")  # those of a run's sizes that tell how models are divided
-STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
+LAYOUT = ("workers", "parts", "rollout_parts")  # the sizes of a run that describe how models are divided
+STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about progress
 
 
 def train(config: Config, console: Console, on_step: OnStep | None = None, origin: Path | None = None) -> Summary:
@@ -72,26 +72,26 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
     with contextlib.ExitStack() as stack:
         stack.enter_context(hangup_restored())
         refuse_foreign(path, RUN_MARKER, "run.dir")
-        # A folder that holds a run is locked before it is read; into a new one nothing is written before everything has been checked.
+        # A folder that holds a run is locked before it is read; nothing is written into a new one before everything has been checked.
         folder = stack.enter_context(open_run_folder(path)) if (path / RUN_MARKER).exists() else None
         return Attempts(config, console, on_step, origin, folder, stack).train()
 
 
 class Attempts:
     """Attempts at a run: one, and after the loss of a worker up to `cluster.restarts` more, each from the newest checkpoint. The folder
-    stays locked from one to the next."""
+    stays locked between attempts."""
 
     def __init__(
         self, config: Config, console: Console, on_step: OnStep | None, origin: Path | None, folder: RunFolder | None,
         locks: contextlib.ExitStack,
     ) -> None:  # fmt: skip
-        """`folder`: None where there is none yet; `locks`: keeps the one that is made locked."""
+        """`folder`: None if there is no run's folder yet. `locks`: keeps a folder locked that is made later."""
         self.config, self.console, self.on_step, self.origin, self.folder, self.locks = config, console, on_step, origin, folder, locks
         self.path = Path(config.run.dir)
         self.restarts = 0
-        self._before = 0  # how many workers the last attempt had that has loaded any
+        self._before = 0  # number of workers of the last attempt that has loaded any
         self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
-        self._run: Run | None = None  # the attempt in progress, once its workers are loaded
+        self._run: Run | None = None  # the current attempt, once its workers are loaded
 
     def train(self) -> Summary:
         failed_before = 0
@@ -99,12 +99,12 @@ class Attempts:
             try:
                 return self._attempt()
             except UserError as error:
-                if self.restarts and self._run is None:  # no mistake of the user's: the machines have changed
+                if self.restarts and self._run is None:  # not a mistake of the user's: the machines have changed
                     text = f"Restart {self.restarts} of {self.config.cluster.restarts}: {error}\n{self._how_to_resume()}"
                     raise WorkerError(text) from error.__cause__  # the traceback in a worker, if it was raised there
                 raise
             except WorkerError as error:
-                # The step in progress is lost with the workers, which had its gradients.
+                # The current step is lost with the workers, which had its gradients.
                 failed = (self._run.progress.step if self._run else self._store.newest) + 1
                 if (
                     not isinstance(error, WorkerDied | WorkerStuck)
@@ -121,7 +121,7 @@ class Attempts:
                 self.console.warn(f"{error}\nRestart {self.restarts} of {self.config.cluster.restarts}: the run {where}")
 
     def _last_words(self, error: WorkerError, failed: int, failed_before: int) -> Iterator[str]:
-        """Why there is no restart, and what the user can do."""
+        """Say why there is no restart, and what the user can do."""
         lost = isinstance(error, WorkerDied | WorkerStuck)
         if lost and failed == failed_before:
             yield f"Step {failed} has failed twice in a row, so the run is not restarted again"
@@ -183,7 +183,7 @@ class Attempts:
             for text in loggers.hints:
                 console.note(text)
             stack.enter_context(freeze_existing_objects())
-            with enough_memory():  # a phase's own message says more; this one is for what happens between phases
+            with enough_memory():  # a phase's own message says more; this one is for work between phases
                 self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files, predictions.predictor)
                 summary = self._run.train()
             loggers.close(finished=not summary.interrupted)
@@ -194,14 +194,14 @@ class Attempts:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What the models of memory and time are for a run."""
+    """Predictions of memory and time for a run."""
 
-    found: Predictor | str  # or why they predict nothing
+    found: Predictor | str  # or the reason why there are none
     saved: Mapping[str, Any] = field(default_factory=dict)  # for the plan's file
 
     @property
     def words(self) -> Iterator[str]:
-        """What to tell of them before the first step."""
+        """Yield lines about the predictions, shown before the first step."""
         if isinstance(self.found, str):
             yield f"predictions of time and memory are left out: {self.found}"
         elif self.calibration != AS_MODELLED:
@@ -217,7 +217,7 @@ class Foreseen:
 
 
 def foreseen(config: Config, parts: RunParts) -> Foreseen:
-    """A run needs no predictions: whatever keeps the models from making them is told, and the run goes on."""
+    """Make the models for predictions. A run does not need them: if that fails, it reports the reason and continues."""
     crew, plan, saved = parts.crew, parts.plan, dict[str, Any]()
     try:
         shape = shape_for(config)
@@ -235,12 +235,13 @@ def tell_where_time_went(folder: Path, console: Console) -> None:
     try:
         for text in explain(folder).summary():
             console.note(text)
-    except Exception as error:  # the run is done, whatever its metrics hold
+    except Exception as error:  # the run itself is not affected
         console.warn(f"where the time went is not known: {first_line(error)}")
 
 
 def prober_for(config: Config) -> Prober | None:
-    """What measures updates and rollouts, where the run is to measure them: by itself on a GPU, where that takes seconds."""
+    """Make the object that measures updates and rollouts, if the run is to measure them. By default it does so on a GPU, where that takes
+    seconds."""
     on_cuda = checks.choose_device(config.run.device).type == "cuda"
     wanted = on_cuda if config.run.probe == "auto" else config.run.probe
     return Prober(clock=not config.run.deterministic) if wanted else None
@@ -248,8 +249,8 @@ def prober_for(config: Config) -> Prober | None:
 
 @contextlib.contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and looking through them sometimes
-    delays a rollout by 0.2 s."""
+    """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and collecting garbage among them
+    sometimes delays a rollout by 0.2 s."""
     gc.collect()
     gc.freeze()
     try:
@@ -259,8 +260,8 @@ def freeze_existing_objects() -> Iterator[None]:
 
 
 def find_checkpoint(config: Config, store: CheckpointStore, *, restarted: bool = False, hashes: bool = True) -> Checkpoint | None:
-    """The checkpoint to resume from. `restarted`: this process has written it, and no setting keeps it from being resumed. `hashes`:
-    whether every byte of it is read."""
+    """Return the checkpoint to resume from. `restarted`: whether this process has written it, so that no setting prevents resuming.
+    `hashes`: whether to read every byte of it."""
     found = store.latest(hashes=hashes)
     if found is None and store.skipped:
         raise UserError(
@@ -274,8 +275,8 @@ def find_checkpoint(config: Config, store: CheckpointStore, *, restarted: bool =
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What `train` would refuse before its models load, also of the machines of a cluster; in the folder of a run, also why it would not
-    resume that run."""
+    """List what `train` would refuse before its models load, including mistakes of a cluster's machines and, in a run's folder, reasons not
+    to resume that run."""
     state: SavedState | None = None
     pinned: dict[str, str] = {}
     refused: list[str] = []
@@ -296,7 +297,7 @@ def find_mistakes(config: Config) -> list[str]:
 
 
 def require_force(config: Config, console: Console, changes: Iterable[Change]) -> None:
-    """Refuse to resume what has changed since its checkpoint, unless the user insists; then it is a warning."""
+    """Refuse to resume after a change since the checkpoint, unless the user insists; then warn."""
     for change in changes:
         if config.run.resume != "force":
             raise UserError(change.refusal)
@@ -304,7 +305,7 @@ def require_force(config: Config, console: Console, changes: Iterable[Change]) -
 
 
 def warn_of_effects(config: Config, parts: RunParts, state: SavedState, console: Console) -> None:
-    """Tell what a resumed run does otherwise because of changes that are allowed."""
+    """Warn of effects that allowed changes have on a resumed run."""
     if state.val_data and parts.val_digest and state.val_data != parts.val_digest:
         console.warn(f"the rows of data.val changed, or their tokens: validations after step {state.step} do not compare with those before")
     if state.step >= parts.plan.steps:
@@ -314,7 +315,8 @@ def warn_of_effects(config: Config, parts: RunParts, state: SavedState, console:
 
 
 def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: list[str], console: Console) -> dict[str, int] | None:
-    """The sizes to compute in again, for the same bits: the checkpoint's, or those a run killed before its first checkpoint had."""
+    """Return the sizes to compute in again, for the same bits: those of the checkpoint, or of a run that was killed before its first
+    checkpoint."""
     if state:
         return None if changed else {name: size for name, size in state.budgets.items() if name in SIZES}
     try:
@@ -333,7 +335,7 @@ def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: 
 
 
 def keep_changed_budgets(parts: RunParts, state: SavedState) -> None:
-    """Go on with the budgets that were changed before the checkpoint, unless all are planned again for other workers."""
+    """Use the budgets that were changed before the checkpoint, unless all are planned again for other workers."""
     planned = asdict(parts.plan.budgets)
     if all(planned[name] == state.budgets.get(name, 1) for name in LAYOUT):
         changed, lowered = (
@@ -346,8 +348,8 @@ def write_set_up(
     config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console,
     more: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint; without one, what a run has written whose
-    checkpoints were deleted is moved aside. `more`: what the plan's file has for `fulltilt doctor`."""
+    """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint. Without a checkpoint, results of a run
+    whose checkpoints were deleted are moved aside. `more`: entries of the plan's file for `fulltilt doctor`."""
     path = folder.path
     if state is None and (aside := folder.move_aside()):
         console.warn(f"the checkpoints of the earlier run in {path} are gone: its metrics and rollouts were moved to {aside}")
@@ -367,14 +369,14 @@ def write_set_up(
 
 
 def resume_store_and_memory(config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, state: SavedState) -> None:
-    """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
+    """Continue where another process ended, which may have left checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
     parts.crew.restore_memory(state.memory if isinstance(state.memory, list) else [state.memory])
 
 
 def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: list[str], console: Console) -> Progress:
-    """The progress that a checkpoint has saved, without what depends on a key that has changed."""
+    """Return the progress that a checkpoint has saved, without values that depend on a changed key."""
     new_penalty = any(key.startswith("algorithm.reward_kl") for key in changed)
     new_sampling = any(key.startswith("rollout.") for key in changed)  # the entropy depends on the temperature
     return Progress(
@@ -389,7 +391,7 @@ def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: 
 
 
 def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console: Console) -> tuple[ScoredGroup, ...]:
-    """The groups that were sampled before the checkpoint and not yet trained on."""
+    """Return the groups that were sampled before the checkpoint and not yet trained on."""
     if not state.surplus:
         return ()
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
@@ -408,7 +410,7 @@ def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console:
 
 
 def evaluate(config: Config, console: Console, *, latest: bool = False, best: bool = False, step: int | None = None) -> dict[str, Any]:
-    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
+    """Return validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
     chosen = [name for name, given in {"latest=True": latest, "best=True": best, f"checkpoint={step}": step is not None}.items() if given]
@@ -439,7 +441,7 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
 def assemble_checkpoint(
     config: Config, store: CheckpointStore, find: Callable[[], Checkpoint | None], console: Console
 ) -> tuple[Checkpoint, RunParts]:
-    """The checkpoint that `find` gives, and its parts."""
+    """Return the checkpoint that `find` returns, and its parts."""
 
     def find_one() -> Checkpoint:
         found = find()
@@ -462,7 +464,7 @@ def assemble_checkpoint(
 
 
 def refuse_other_adapters(config: Config, changed: Iterable[str]) -> None:
-    """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
+    """Refuse trained adapters on another base, or with another scale: they would be evaluated as a model that was never trained."""
     wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
     if config.lora.rank and wrong:
         raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")

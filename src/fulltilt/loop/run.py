@@ -51,7 +51,7 @@ from fulltilt.words import first_line
 Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
 
-# What a need of the algorithm means: the phase it is, and the role that is asked.
+# For each number that an algorithm may need: the phase that computes it, and the role.
 ANNOTATIONS = {
     "old_logprobs": ("old-logprob", "actor"),
     "sharp_logprobs": ("old-logprob", "actor"),
@@ -62,20 +62,20 @@ ANNOTATIONS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run has come. With the parameters and the optimizers, this is all there is to save."""
+    """The progress of the run. With the parameters and the optimizers, this is all that a checkpoint saves."""
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     surplus: tuple[ScoredGroup, ...] = ()  # groups sampled and not yet trained on
     reward_kl_coef: float | None = None  # weight of the KL penalty in the next step; None: the algorithm's first
     streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
-    first_entropy: float | None = None  # the entropy that health compares with; None: the next step's
-    seconds: tuple[tuple[str, float], ...] = ()  # metrics of work since the step, for the next step's line
+    first_entropy: float | None = None  # the entropy that health compares with; None: the next step's entropy will be
+    seconds: tuple[tuple[str, float], ...] = ()  # metrics of work done since the step, for the next step's line
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run achieved."""
+    """The result of a run."""
 
     steps: int
     seconds: float  # spent by this process since its workers were loaded
@@ -91,7 +91,7 @@ class Summary:
 
 
 def is_false(value: Any) -> bool:
-    """Whether it is False, of Python, numpy or torch."""
+    """Return whether a value is False: Python's, numpy's or torch's."""
     return value is False or (getattr(value, "ndim", None) == 0 and str(getattr(value, "dtype", "")).endswith("bool") and not value)
 
 
@@ -101,8 +101,8 @@ class Run:
         on_step: OnStep | None = None, folder: RunFolder | None = None, files: FileDigests | None = None,
         predictor: Predictor | None = None,
     ) -> None:  # fmt: skip
-        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints.
-        `predictor`: None where there are no predictions beside the measurements."""
+        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for checkpoints.
+        `predictor`: None if measurements are logged without predictions."""
         self.config = config
         self.parts = parts
         self.crew = parts.crew
@@ -150,7 +150,7 @@ class Run:
 
         shown = filled.kept or filled.sampled
         samples.write(self.rollouts, step, list[Any](entry.group for entry in shown), [entry.scores for entry in shown])
-        self.interrupts.hold()  # a step that made no update holds only here
+        self.interrupts.hold()  # after a step without updates, Ctrl-C is held only from here
         self.progress = replace(self.progress, step=step, cursor=cursor, surplus=filled.surplus, reward_kl_coef=coef)
         samples.release(filled.surplus)
         reward_stats = samples.stats().since(before)
@@ -196,7 +196,7 @@ class Run:
             yield
 
     def _annotate_all(self, rows: list[Any]) -> list[Any]:
-        """The rows with all numbers that the algorithm needs. Roles with workers of their own compute beside the others."""
+        """Add all numbers that the algorithm needs to the rows. Roles with workers of their own compute at the same time as the others."""
         wanted = {need: ANNOTATIONS[need] for need in sorted(self.parts.algorithm.needs & ANNOTATIONS.keys())}
         with contextlib.ExitStack() as stack:
             beside = {
@@ -214,7 +214,7 @@ class Run:
         return rows
 
     def _update_all(self, rows: Sequence[AnyRow], steps_before: int) -> Metrics:
-        """Every optimizer step of this step. A critic with workers of its own is updated beside the actor."""
+        """Make every optimizer step of this step. A critic with workers of its own is updated at the same time as the actor."""
         algorithm, updated = self.parts.algorithm, dict[str, Metrics]()
         roles = {"critic": steps_before} if algorithm.value_loss else {}
         roles |= {"actor": steps_before - algorithm.critic_warmup} if steps_before >= algorithm.critic_warmup else {}
@@ -236,18 +236,18 @@ class Run:
 
     @contextlib.contextmanager
     def _beside(self, name: str, start: Callable[[], StartedWork[Outcome]]) -> Iterator[StartedWork[Outcome]]:
-        """Begin a phase on workers of their own, for `_finish` to wait for."""
+        """Begin a phase on a role's own workers, for `_finish` to wait for."""
         with self.crew.phase(name):
             started = start()
             try:
                 yield started
             finally:
-                started.call.cancel()  # if it has not ended
+                started.call.cancel()  # if it has not ended by itself
 
     def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
         with self.console.phase(name):
             found = started.finish(rows, report)
-        self.console.seconds[name] = started.seconds  # all that it took, not only what others had to wait for it
+        self.console.seconds[name] = started.seconds  # its whole duration, not only the time that others waited for it
         return found
 
     def _annotate(self, phase: str, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
@@ -262,7 +262,8 @@ class Run:
         return self.parts.train_data.take(cursor, count, self.config.run.seed, self.config.data.shuffle)
 
     def _sample(self, step: int) -> tuple[StepGroups, Cursor]:
-        """The step's groups, scored. Dynamic sampling adds rounds until enough groups teach something; without it there is one round."""
+        """Sample and score the step's groups. Dynamic sampling adds rounds until enough groups teach something; otherwise there is one
+        round."""
         config, dynamic, cursor = self.config, self.parts.algorithm.dynamic, self.progress.cursor
         wanted = config.algorithm.prompts_per_step
 
@@ -286,7 +287,7 @@ class Run:
         return filled, cursor
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[tuple[AnyGroup, list[Score]]]:
-        """One group for each prompt, with the scores of its samples."""
+        """Sample one group for each prompt, and return them with the scores of their samples."""
         with self._phase("rollout"):
             groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
             engines = self.crew.stats_of_engines()
@@ -300,14 +301,14 @@ class Run:
         return list(zip(groups, scores, strict=True))
 
     def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:
-        """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
+        """Return the score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
         greedy = replace(training_sampling(self.config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
         found = self._generate([entry.group.prompt for entry in kept], greedy, self.config.run.seed)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
         return [replace(score, value=shape(score, group.samples[0].tokens)) for group, (score,) in found]
 
     def _estimate(self, rows: list[Any]) -> tuple[list[Any], measure.RowSums, float | None, Metrics]:
-        """Rows with advantages, from rewards less the KL penalty; and the penalty's weight in the next step."""
+        """Return the rows with advantages, from rewards less the KL penalty, and the penalty's weight in the next step."""
         penalty, coef = self.parts.algorithm.reward_kl, None
         if penalty:
             kept = self.progress.reward_kl_coef if penalty.target is not None else None
@@ -321,12 +322,12 @@ class Run:
         return found.rows, found.sums, penalty.next_coef(coef, mean_kl, len(rows)), metrics
 
     def _hold(self, done: int, total: int) -> None:
-        """Once an optimizer step is made, Ctrl-C waits for the end of the step."""
+        """Show progress, and hold Ctrl-C back until the end of the step, since an optimizer step is made."""
         self.interrupts.hold()
         self.console.phase_progress(done, total)
 
     def _start_update(self, role: str, rows: Sequence[AnyRow], steps_before: int) -> StartedWork[Metrics]:
-        """Every optimizer step that a role makes in this step, after `steps_before` others."""
+        """Start every optimizer step that a role makes in this step, after `steps_before` earlier steps."""
         return self.crew.start_update(role, rows, steps_before * self.parts.plan.updates_per_step, self._hold)
 
     def _warn_of_update(self, role: str, metrics: Metrics) -> None:
@@ -359,20 +360,20 @@ class Run:
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
     def train(self) -> Summary:
-        """Make all steps that are left. When this returns or raises, nothing writes into the run's folder any more."""
+        """Make all remaining steps. When this returns or raises, nothing writes into the run's folder any more."""
         try:
             return self._train()
         except Exception:
             self._keep_what_is_written()
             raise
         except BaseException:  # a second Ctrl-C
-            if not self.crew.hosts.worker:  # other processes would first finish what they write
+            if not self.crew.hosts.worker:  # other processes would first finish their writing
                 self.crew.close()
             self.store.abandon()
             raise
 
     def _keep_what_is_written(self) -> None:
-        """Wait for the checkpoint that is being written: it is good, whatever broke. The error that came first is the one reported."""
+        """Wait for the checkpoint that is being written, which is good whatever else failed. The first error is the one that is raised."""
         try:
             self.store.finish()
         except Exception as error:
@@ -407,7 +408,7 @@ class Run:
         )
 
     def _make_steps(self) -> bool:
-        """Make all steps that are left, or save where the run is interrupted. Returns whether it was."""
+        """Make all remaining steps, or save when the run is interrupted. Returns whether it was interrupted."""
         steps = self.parts.plan.steps
         try:
             with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
@@ -426,8 +427,8 @@ class Run:
             self.save()
             return True
         except UserError:
-            self._require_folder()  # if it is gone, that is what went wrong
-            # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved.
+            self._require_folder()  # a missing folder is the cause of the error
+            # For example, a reward is not a number. Until a step's first update, the last whole step can still be saved.
             if not self.interrupts.held:
                 self._save_before_error()
             raise
@@ -437,7 +438,7 @@ class Run:
         run, last = self.config.run, self.parts.plan.steps
         self._make_up_for_what_failed()
         self.console.begin_step(step)
-        self.crew.budgets.seen.clear()  # what a validation has left there
+        self.crew.budgets.seen.clear()  # clears entries of a validation
         metrics = self._step(step)
         self._follow_memory(metrics)
         metrics |= self._predicted(metrics)
@@ -446,7 +447,7 @@ class Run:
             if validated:
                 metrics |= self._validate(step)
         except UserError:
-            # For example, a reward is not a number. The step itself is whole: keep it.
+            # For example, a reward is not a number. The step itself is whole, so it is kept.
             self._record(step, metrics)
             self._save_before_error()
             raise
@@ -454,18 +455,18 @@ class Run:
         self.console.end_step(metrics)
         self._look_after(step, metrics)
         self._require_metric_of_best(step, metrics, validated=validated)
-        # A save that was due while something was wrong is made up as soon as it is over.
+        # A save that was skipped while a health rule held is made as soon as the rule no longer holds.
         due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
         best = self._new_best(step, metrics) if step == last or due or validated else None
         planned = (due or (best is not None and self._best_is_validated)) and self.health.may_save
         if step == last or planned:
             self.save(beside=step < last, best=best, planned=planned)
         self._call_back(step, metrics)
-        if step < last:  # after the last one there is nothing to stop
+        if step < last:  # after the last step there is nothing to stop
             self.interrupts.release()
 
     def _follow_memory(self, metrics: Metrics) -> None:
-        """Adapt the token budgets that nobody has set to the memory that the step took."""
+        """Adapt token budgets that the user has not set to the memory that the step took."""
         budgets = self.crew.budgets
         for work, tokens in budgets.seen.items() if not metrics["perf/out_of_memory"] else ():
             name = f"{MEMORY}{measure.TIMING_NAMES[work.phase]}"
@@ -478,7 +479,7 @@ class Run:
                 self.console.note(f"{work.phase}: {work.budget} changes from {before} to {change.budget} tokens: {change.reason}")
 
     def _predicted(self, metrics: Metrics) -> Metrics:
-        """Predictions beside what the step has measured. Whatever a model cannot do with a step's numbers, the run goes on."""
+        """Add predictions to the step's measurements. If a model fails on a step's numbers, the run continues without them."""
         if self.predictor is None:
             return {}
         try:
@@ -489,7 +490,7 @@ class Run:
             return {}
 
     def _call_back(self, step: int, metrics: Metrics) -> None:
-        """Tell the user's function of the finished step. The step is whole: whatever the function raises, a healthy one is saved first."""
+        """Call the user's function with the finished step. The step is whole: if the function raises, a healthy step is saved first."""
         if self.on_step is None:
             return
         try:
@@ -506,8 +507,8 @@ class Run:
             self.folder.require_in_place()
 
     def _look_after(self, step: int, metrics: Metrics) -> None:
-        """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
-        checkpoint is the last good one; a run that was never well saves where it stops, to have something to resume from."""
+        """Warn of health problems, and stop the run if they last too long. Meanwhile nothing is saved, so that the newest checkpoint is the
+        last good one; a run that never had a good step saves where it stops, to have something to resume from."""
         verdict = self.health.look(step, metrics)
         streaks = tuple(sorted(self.health.streaks.items()))
         self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
@@ -531,10 +532,10 @@ class Run:
         return self._metric_of_best is not None and self._metric_of_best.startswith(VALIDATION_METRICS)
 
     def _require_metric_of_best(self, step: int, metrics: Metrics, *, validated: bool) -> None:
-        """Stop the run where the metric should have had its first value and has none: it would never have one."""
+        """Stop the run if the metric should have had its first value by now: without one, it would never have one."""
         name = self._metric_of_best
         self._best_seen |= name is None or name in metrics
-        # Step 0 has metrics of validation only, and until the critic is warm there are none of the actor's update.
+        # Step 0 has only metrics of validation, and until the critic is warm there are none of the actor's update.
         expected = validated if self._best_is_validated else step > self.parts.algorithm.critic_warmup
         if expected and not self._best_seen:
             self._save_before_error()
@@ -543,7 +544,7 @@ class Run:
             raise UserError(f"run.keep_best: step {step} has no metric {name}. {instead}. Correct the name and repeat the command")
 
     def _new_best(self, step: int, metrics: Metrics) -> BestCheckpoint | None:
-        """This step's checkpoint, if it is better than the best so far, which must have been written by then."""
+        """Return this step's checkpoint if it is better than the best so far, after waiting until that one was written."""
         name = self._metric_of_best
         if name is None or not math.isfinite(value := metrics.get(name, math.nan)):
             return None
@@ -552,7 +553,7 @@ class Run:
         return found if found.beats(self.store.best) else None
 
     def _refuse_failed_end(self) -> None:
-        """A run that failed in its last step, and had to save that step to have something to resume from, has not ended well."""
+        """Raise if the run failed in its last step and was saved only to have something to resume from: such a run has not ended well."""
         step = self.progress.step
         if step >= self.parts.plan.steps and EVERY_REWARD_FAILED in self.health.streaks and self.config.health.stop:
             raise Unhealthy(
@@ -578,7 +579,8 @@ class Run:
         return found.metrics | {"timing_s/testing": self.console.seconds["eval"]}
 
     def _finish_background_save(self, *, wait: bool) -> None:
-        """If it failed, a later checkpoint takes its place, which reports it itself if it cannot be written either."""
+        """Wait for the background save, or check on it. If it failed, a later checkpoint replaces it, and reports an error of its own if it
+        cannot be written either."""
         try:
             self.store.finish(wait=wait)
         except UserError as error:
@@ -592,13 +594,13 @@ class Run:
             self.save()
 
     def _save_before_error(self) -> None:
-        """Save the last whole step, unless it would take the place of the last good one."""
+        """Save the last whole step, unless it would replace the last good checkpoint."""
         if self.health.may_save or self.store.newest == 0:
             self.save()
 
     def save(self, *, beside: bool = False, best: BestCheckpoint | None = None, planned: bool = False) -> None:
-        """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made; `best`: it is
-        the best so far; `planned`: a run that is not interrupted saves it too, and the next step's line tells of that."""
+        """Save the last whole step, unless its checkpoint exists. `beside`: whether to write it while the next steps are made. `best`:
+        given if it is the best so far. `planned`: whether an uninterrupted run saves it too, so that the next step's line reports it."""
         self._finish_background_save(wait=True)
         self._require_folder()
         if self.store.newest == self.progress.step and (self.progress.step == 0 or self.store.holds(self.progress.step)):

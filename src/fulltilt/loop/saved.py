@@ -1,9 +1,9 @@
-"""The state that a checkpoint saves, and what has changed since it was written.
+"""The state that a checkpoint saves, and changes since it was written.
 
 Enters: a checkpoint, the configuration of the run that would resume it, and the files that this configuration names. Leaves: `SavedState`,
-and a `Change` for each kind of thing that is no longer as it was. Guaranteed: no model is loaded and nothing is written; the weights of a
-model are sampled, all other files compared whole; what an older version did not save is not compared; a model, an adapter or a template
-that only lies elsewhere now has not changed.
+and a `Change` for each kind of difference. Guaranteed: no model is loaded and nothing is written; the weights of a model are sampled, all
+other files compared whole; values that an older version did not save are not compared; a model, an adapter or a template that has only
+moved has not changed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint
 from fulltilt.words import listed
 
-FileDigests = dict[str, str | dict[str, str]]  # by key or function: the digest of its file, or those of its files by their names
+FileDigests = dict[str, str | dict[str, str]]  # by key or function: the digest of its file, or the digests of its files by name
 
 
 class SavedState(BaseModel):
-    """The `state.json` of a checkpoint, as far as the loop reads it. What an older version did not save has a default."""
+    """The `state.json` of a checkpoint, as far as the loop reads it. Fields that an older version did not save have defaults."""
 
     step: NonNegativeInt
     updates: NonNegativeInt
@@ -55,12 +55,13 @@ class SavedState(BaseModel):
     commits: dict[str, str] = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
-    memory: list[dict[str, Reading]] | dict[str, Reading] = []  # by phase, of each worker; an older version's checkpoint has the first's
+    memory: list[dict[str, Reading]] | dict[str, Reading] = []  # by phase, per worker; an older version saved only the first's
     config: dict[str, Any]
 
 
 def read_state(found: Checkpoint) -> SavedState:
-    """Its hash is right, so no accident has changed it: what it lacks was never there, or someone has edited it."""
+    """Read a checkpoint's state. Its hash is right, so nothing has changed it by accident: a missing field was never there, or someone has
+    edited it."""
     try:
         return SavedState.model_validate(found.state())
     except (ValueError, RecursionError) as error:
@@ -73,22 +74,22 @@ def edited(found: Checkpoint, why: object) -> UserError:
 
 
 def file_digests(config: Config) -> FileDigests:
-    """Digests of each file with a function of the user's and of those beside it that it imports, by the function's name; of each other
+    """Return digests of each file with a user's function, and of files beside it that it imports, by the function's name; of each other
     file, and of the files in each folder of a model or an adapter, by the key that names it."""
     found: FileDigests = {}
     for key, path in ((key, value_of(config, key)) for key, field in keys().items() if row_of(field).names in ("file", "model", "adapter")):
-        with contextlib.suppress(OSError):  # who uses the file reports it
+        with contextlib.suppress(OSError):  # reported when the file is used
             if path and Path(path).is_dir():
                 found[key] = content_digests(Path(path))
             elif path and row_of(keys()[key]).names == "file":
                 found[key] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     functions = [function.code for function in own_functions(config).values()]
     for name in rewards_named(config.reward.function, config.reward.sources):
-        with contextlib.suppress(user_code.UserCodeError):  # one of fulltilt's own
+        with contextlib.suppress(user_code.UserCodeError):  # a function of fulltilt's own
             functions.append(user_code.locate(name))
     for code in functions:
         found |= {code.name: code.digest} if code.source else {}
-        if code.source and code.given is None:  # the source of a function from Python has what it uses
+        if code.source and code.given is None:  # the source of a function from Python includes everything that it uses
             imported = user_code.imported_files(code)
             found[f"files that {code.name} imports"] = {name: hashlib.sha256(source).hexdigest() for name, source in imported.items()}
     return dict(sorted(found.items()))
@@ -99,26 +100,26 @@ def file_digests(config: Config) -> FileDigests:
 
 @dataclass(frozen=True)
 class Change:
-    """What is not as it was when the run was started: why the run is not resumed, and what to tell a user who insists."""
+    """A difference from when the run was started: why the run is not resumed, and the warning for a user who insists."""
 
     refusal: str
     told: str
 
 
 def changed_keys(config: Config, state: SavedState, files: FileDigests) -> list[str]:
-    """The keys with other values, but for those that name the same content in another place."""
+    """Return the keys with other values, except for those that name the same content in another place."""
     differ = configuration.differences(state.config, configuration.snapshot(config))
     return [key for key in differ if key not in files or state.files.get(key) != files[key]]
 
 
 def pinned_commits(config: Config, state: SavedState, changed: Collection[str]) -> dict[str, str]:
-    """By hub name, the commit of each model that the run has begun with, whatever the hub has since. `changed`: keys that have other values
-    now; another revision is another commit."""
+    """Return the commit, by hub name, of each model that the run has begun with, whatever the hub has now. `changed`: keys with other
+    values; another revision is another commit."""
     return {name: commit for name, commit in state.commits.items() if name != config.model.path or "model.revision" not in changed}
 
 
 def changes_since(config: Config, state: SavedState, files: FileDigests) -> Iterator[Change]:
-    """The changes of keys and of files' contents. `files`: the digests of now."""
+    """Yield the changes of keys and of files' contents. `files`: the current digests."""
     where = f"{config.run.dir} holds a run at step {state.step} that was started with"
     saved, now, changed = state.config, configuration.snapshot(config), changed_keys(config, state, files)
     if changed:
@@ -133,7 +134,7 @@ def changes_since(config: Config, state: SavedState, files: FileDigests) -> Iter
 
 
 def changed_files(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of a key's files with another content. In a folder, a file that was added or removed has changed too."""
+    """Return the names of a key's files with other content. In a folder, a file that was added or removed counts as changed."""
     before, after = saved.get(key), now[key]
     if isinstance(before, dict) and isinstance(after, dict):
         return [f"{key} ({name})" for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
@@ -141,7 +142,7 @@ def changed_files(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def changed_rows(config: Config, state: SavedState, digest: str) -> Iterator[Change]:
-    """Other training data under the same path would make it another run. `digest`: that of the rows read now."""
+    """Yield a change if the training data differs under the same path: it would be another run. `digest`: of the rows read now."""
     if state.data == digest:
         return
     read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
@@ -154,5 +155,5 @@ def changed_rows(config: Config, state: SavedState, digest: str) -> Iterator[Cha
 
 
 def shown(value: Any, rows: str = "rows given from Python") -> str:
-    """A key's value; `rows`: what to call those that are in memory."""
+    """Return a key's value as text. `rows`: what to call rows that are in memory."""
     return "left out" if value is None else rows if isinstance(value, str) and value.startswith(MEMORY) else json.dumps(value)

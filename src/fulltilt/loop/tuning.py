@@ -1,9 +1,9 @@
-"""Tuning: settings that the search proposes, measured on the devices here; and the overlay that a run is given.
+"""Tuning: measuring the search's proposed settings on the devices here, and the overlay for a run.
 
 Enters: a run file. Leaves: an `Overlay` with its evidence. Guaranteed: `run.dir` is neither read nor written; candidates make the same
-steps of the run, from the same weights, prompts and seeds, by the code of a run, and take turns, so that what slows the machine for a while
-slows all of them; one that does not fit or is refused is recorded and the others go on; a setting is written only if it was measurably
-faster than what fulltilt chooses by itself.
+steps of the run, from the same weights, prompts and seeds, by the code of a run, and take turns, so that a temporary slowdown of the
+machine affects all of them; a candidate that does not fit or is refused is recorded and the others continue; a setting is written only if
+it was measurably faster than fulltilt's own choice.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_
 from fulltilt.words import first_line, many
 
 Say = Callable[[str], None]
-WARM_UP = 1  # steps of each turn that are not measured: captures, compilation, first allocations
-TURNS = 2  # how often each candidate is measured
-FASTER = 1.02  # times the tokens per second of `auto`: less may be chance
+WARM_UP = 1  # steps of each turn that are not measured: they include captures, compilation, first allocations
+TURNS = 2  # measurements of each candidate
+FASTER = 1.02  # at least this factor over the tokens per second of `auto`: less may be chance
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found: the overlay, and the search that proposed its candidates."""
+    """The result of tuning: the overlay, and the search that proposed its candidates."""
 
     overlay: Overlay
     searched: SearchResult
@@ -65,7 +65,7 @@ def here_for(config: Config) -> TunedFor:
 
 
 def with_overlay(run: Path, overrides: Sequence[str], path: Path) -> Applied:
-    """The overrides of a run that uses an overlay, and what to tell of it."""
+    """Return the overrides of a run that uses an overlay, and a note on it."""
     found = overlays.read(path)
     config = configuration.load(run, overrides)
     applied = overlays.apply(found, path, run, overrides, here_for(config), config)
@@ -81,16 +81,16 @@ def with_overlay(run: Path, overrides: Sequence[str], path: Path) -> Applied:
 
 @dataclass
 class Candidate:
-    """A setting, and what its turns have shown so far."""
+    """A setting, and its measurements so far."""
 
     knobs: Mapping[str, Any]
     predicted_s: float | None = None
-    turns: int = 0  # that it has had
-    seconds: list[float] = field(default_factory=list)  # one number for each measured step
+    turns: int = 0  # number of turns so far
+    seconds: list[float] = field(default_factory=list)  # one number per measured step
     tokens: list[float] = field(default_factory=list)
     response: list[float] = field(default_factory=list)  # mean tokens of responses
     peak: int | None = None  # bytes of the device
-    calibration: Calibration = AS_MODELLED  # what its probe has said of the devices
+    calibration: Calibration = AS_MODELLED  # from its probe of the devices
     failed: str = ""
 
     @property
@@ -113,7 +113,7 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
     auto = Candidate({})
     with torch_as_it_was():
         say("measuring auto")
-        take_turn(config, auto, steps)  # its responses are what others are predicted for
+        take_turn(config, auto, steps)  # its responses are the basis of predictions for others
         seen = response if response is not None or not auto.response else sum(auto.response) / len(auto.response)
         found = proposals(config, shape, cluster, seen, finalists, auto.calibration)
         say(in_words(found))
@@ -125,7 +125,7 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
 
 
 def take_turns(config: Config, candidates: Sequence[Candidate], steps: int, say: Say) -> None:
-    """Let each candidate have `TURNS` turns, one after another; those that failed have no further one."""
+    """Give each candidate `TURNS` turns, one after another, except for candidates that have failed."""
     for turn in range(TURNS):
         for candidate in candidates:
             if candidate.turns <= turn and not candidate.failed:
@@ -134,7 +134,7 @@ def take_turns(config: Config, candidates: Sequence[Candidate], steps: int, say:
 
 
 def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int, response: float | None) -> Tuning:
-    """Search alone, for devices that are not here."""
+    """Search without measuring, for devices that are not here."""
     found = proposals(config, shape, cluster, response, finalists)
     best = found.finalists[0].knobs if found.finalists else {}
     others = [own for own in found.finalists if own.knobs][:finalists]
@@ -152,13 +152,13 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
 def proposals(
     config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int, calibration: Calibration = AS_MODELLED
 ) -> SearchResult:
-    """The fastest settings by prediction, `auto` perhaps among them."""
+    """Return the fastest settings by prediction, perhaps including `auto`."""
 
     def mistakes(checked: Config) -> list[str]:
         workers = checked.cluster.model_copy(update={"workers": max(1, cluster.gpus // checked.cluster.nodes)})
         return wrong_settings(checked.model_copy(update={"cluster": workers}), build(checked), cluster.gpu.device)
 
-    known = mistakes(config)  # that devices are not here, for example
+    known = mistakes(config)  # for example, that devices are not here
 
     def rules(checked: Config) -> list[str]:
         return [text for text in mistakes(checked) if text not in known]
@@ -174,7 +174,7 @@ def in_words(found: SearchResult) -> str:
 
 
 def winner(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; `auto`, the first, unless another is faster by more than chance explains."""
+    """Return the fastest candidate; `auto`, the first, unless another is faster by more than chance explains."""
     auto = candidates[0]
     measured = [own for own in candidates if own.tokens_per_s is not None]
     if not measured:
@@ -187,7 +187,7 @@ def winner(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
-    """Measure some steps of a candidate. What goes wrong with it is recorded; that `auto` is refused concerns every candidate."""
+    """Measure some steps of a candidate. Errors are recorded; a refusal of `auto` is raised, since it concerns every candidate."""
     count = WARM_UP + -(-steps // TURNS)
     candidate.turns += 1
     try:
@@ -202,7 +202,7 @@ def take_turn(config: Config, candidate: Candidate, steps: int) -> None:
 
 
 def make_steps(config: Config, candidate: Candidate, count: int) -> None:
-    parts = assemble(config, probe=prober_for(config))  # as a run would
+    parts = assemble(config, probe=prober_for(config))  # as in a run
     try:
         candidate.calibration = foreseen(config, parts).calibration
         console = Console(quiet=True, stdout=sys.stderr, terminal=False)
@@ -232,7 +232,7 @@ def timed_step(run: Run, step: int) -> tuple[float, Mapping[str, float]]:
 
 
 def peak_of(parts: RunParts) -> int | None:
-    """The most memory of the device, as far as this process knows it."""
+    """Return the most memory of the device, if this process knows it."""
     return parts.worker.account.peak_reserved_bytes if parts.crew.hosts.worker else None
 
 
@@ -241,14 +241,14 @@ def most(one: int | None, other: int | None) -> int | None:
 
 
 def write(path: Path, found: Tuning, command: str) -> None:
-    """Write the overlay, in place of an earlier one but of no other file."""
+    """Write the overlay. It may replace an earlier overlay, but no other file."""
     refuse_other_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, overlays.write(found.overlay, command))
 
 
 def refuse_other_file(path: Path) -> None:
-    """Before anything is measured: what is at this place must be an overlay, or nothing."""
+    """Refuse, before anything is measured, to replace a file that is not an overlay."""
     if path.is_dir():
         raise UserError(f"--out {path}: is a folder. Name a file, for example {path / 'tuned.toml'}")
     if path.exists():
@@ -262,7 +262,7 @@ def refuse_other_file(path: Path) -> None:
 
 
 def document(found: Tuning) -> dict[str, Any]:
-    """All of it for machines."""
+    """Return all results for machines."""
     searched, overlay = found.searched, found.overlay
     return {
         "knobs": dict(overlay.knobs),
@@ -274,7 +274,7 @@ def document(found: Tuning) -> dict[str, Any]:
 
 
 def table(found: Tuning) -> list[str]:
-    """Prediction beside measurement for each candidate, the fastest first."""
+    """Return lines that compare prediction and measurement of each candidate, the fastest first."""
     chosen, trials = dict(found.overlay.knobs), list(found.overlay.trials)
 
     def order(trial: Trial) -> tuple[bool, float, float]:

@@ -1,1 +1,1 @@
-"""Memory of one device: recompute, offload, and the account of who uses how much."""
+"""Memory of one device: recompute, offload, and the account of memory by kind."""

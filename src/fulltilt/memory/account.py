@@ -1,14 +1,14 @@
-"""Memory account: how much memory each kind of tensor takes in each phase, measured.
+"""Memory account: measured memory of each kind of tensor in each phase.
 
 Enters: for each kind, functions that list its current tensors (caches come and go, offloaded tensors move); phases as they begin and end,
 and the passes inside them. Leaves: a `Reading` for each phase, and the metrics `memory_gib/...` of docs/metrics.md.
 
 Guaranteed: a storage is counted once, whole, for the first of KINDS that lists it (a float32 parameter is its own master; joined weights
-are views of one storage); host memory of a CUDA run is counted apart. A phase reports the most of each kind that was found when its passes
-ended, when `look` was called, and at its end, since gradients and caches may be gone by then. On CUDA the rest comes from torch's
-allocator, which counts when memory is requested and not when a kernel runs: nothing waits for the device. `other` is the allocated memory
-at the end minus the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out rather than guessed; the
-process's resident bytes are reported. A look takes two microseconds per known tensor.
+are views of one storage); host memory of a CUDA run is counted apart. A phase reports the most of each kind found at the end of its passes,
+at calls of `look`, and at its own end, since gradients and caches may be gone by then. On CUDA the other numbers come from torch's
+allocator, which counts when memory is requested and not when a kernel runs, so nothing waits for the device. `other` is the allocated
+memory at the end minus the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out rather than guessed;
+the process's resident bytes are reported. A look takes two microseconds per known tensor.
 
     account = Account(device, {"parameters": [lambda: weights_of(model)], "gradients": [lambda: gradients_of(model)]})
     with account.phase("update-actor"):
@@ -37,7 +37,7 @@ from fulltilt.observe.health import MEMORY
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.words import in_bytes
 
-# Activations are listed where they are offloaded, for their host memory; the allocator measures those on the device.
+# Activations have a list of tensors only where they are offloaded, for their host memory; the allocator measures those on the device.
 Kind = Literal["parameters", "gradients", "optimizer", "kv", "activations"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Source = Callable[[], Iterable[torch.Tensor]]
@@ -51,24 +51,24 @@ class HeldBytes:
     host: Mapping[str, int]  # bytes by kind that a CUDA run has offloaded
 
     def most(self, other: HeldBytes) -> HeldBytes:
-        """The larger number of each kind."""
+        """Return the larger number of each kind."""
         device = {kind: max(count, other.device.get(kind, 0)) for kind, count in self.device.items()}
         return HeldBytes(device, {kind: max(count, other.host.get(kind, 0)) for kind, count in self.host.items()})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory of one phase, in bytes; of one that ran twice in a step, the most of both. None: not measurable on this device."""
+    """Memory of one phase, in bytes; if the phase ran twice in a step, the most of both. None: not measurable on this device."""
 
-    held: HeldBytes = HeldBytes({}, {})  # the most of each kind that was found
-    other: int | None = None  # bytes of no known kind, on the device, at the end
-    reserved: int | None = None  # taken from the device by the allocator, in use or not, at the end
+    held: HeldBytes = HeldBytes({}, {})  # the most of each kind
+    other: int | None = None  # bytes on the device of no known kind, at the end
+    reserved: int | None = None  # bytes that the allocator has taken from the device, in use or not, at the end
     peak: int | None = None
-    activations: int | None = None  # the most that passes took beyond what was allocated before or after them, with the head's share
+    activations: int | None = None  # the most that passes allocated beyond the memory before or after them, including the head's share
     head: int | None = None  # the head's largest temporaries, by its own count
 
     def most(self, other: Reading) -> Reading:
-        """The larger of each number, as of two workers."""
+        """Return the larger of each number, for example of two workers."""
         names = ("other", "reserved", "peak", "activations", "head")
         found = {name: larger(getattr(self, name), getattr(other, name)) for name in names}
         return Reading(self.held.most(other.held), **found)
@@ -81,7 +81,7 @@ class Reading:
 
 @dataclass(eq=False)
 class Span:
-    """A phase, or the passes inside one, while it is measured: bytes allocated at its beginning and end, and the most in between."""
+    """A phase, or the passes inside one, during its measurement: bytes allocated at its beginning and end, and the most in between."""
 
     begin: int
     end: int = 0
@@ -90,17 +90,17 @@ class Span:
 
 class Account:
     def __init__(self, device: torch.device, sources: Mapping[Kind, Sequence[Source]]) -> None:
-        """`sources`: a kind without an entry is not reported."""
+        """`sources`: by kind; a kind without an entry is not reported."""
         self.device = device
         self._sources = {kind: tuple(sources[kind]) for kind in KINDS if kind in sources}
         self._counted = device.type == "cuda"
         self._peak = self._peak_reserved = self._reserved = 0
-        self._spans: list[Span] = []  # open, the innermost last
-        self._phases: list[Reading] = []  # one for each open phase, the innermost last
-        self._readings: dict[str, Reading] = {}  # for phases that ended since the last `take`
+        self._spans: list[Span] = []  # open spans, the innermost last
+        self._phases: list[Reading] = []  # readings of open phases, the innermost last
+        self._readings: dict[str, Reading] = {}  # readings of phases that ended since the last `take`
 
     def held(self) -> HeldBytes:
-        """Bytes of the tensors that exist now, each storage once."""
+        """Return the bytes of the tensors that exist now, each storage once."""
         on_device: dict[str, int] = dict.fromkeys(self._sources, 0)
         on_host = dict(on_device)
         seen: set[int] = set()
@@ -115,7 +115,7 @@ class Account:
         return HeldBytes(on_device, on_host)
 
     def explain(self, reported: str) -> str:
-        """What was reported when memory ran out, with what is held beside the work that failed."""
+        """Extend an out-of-memory report by the memory that is held in addition to the failed work."""
         held = self.held().device
         kinds = ", ".join(f"{kind} {in_bytes(count)}" for kind, count in held.items() if count)
         of = f", on a device of {in_bytes(self.device_bytes)}" if self._counted else ""
@@ -139,7 +139,7 @@ class Account:
         return self._peak_reserved if self._counted else None
 
     def look(self) -> None:
-        """Count what is held now. Call it before a phase frees tensors."""
+        """Count the memory that is held now. Call it before a phase frees tensors."""
         held = self.held()
         self._phases = [replace(reading, held=held.most(reading.held)) for reading in self._phases]
 
@@ -174,20 +174,21 @@ class Account:
         self._phases[-1] = replace(found, activations=larger(found.activations, taken), head=larger(found.head, head_bytes))
 
     def take(self) -> dict[str, Reading]:
-        """Readings of the phases that ended since the last call, in the order in which they first ended."""
+        """Return the readings of the phases that ended since the last call, in the order in which they first ended."""
         readings, self._readings = self._readings, {}
         return readings
 
     def pending(self) -> dict[str, Reading]:
-        """The readings that `take` would give, which stay."""
+        """Return the readings that `take` would return, without removing them."""
         return dict(self._readings)
 
     def restore(self, pending: Mapping[str, Reading]) -> None:
-        """Take up the readings that another process's `pending` gave."""
+        """Add the readings that another process's `pending` has returned."""
         self._readings = {phase: reading for phase, reading in pending.items() if phase in TIMING_NAMES}
 
     def metrics(self) -> dict[str, float]:
-        """`take` under the names of docs/metrics.md, in GiB. Phases that end after a step's metrics are written count for the next step."""
+        """Return the result of `take` under the names of docs/metrics.md, in GiB. Phases that end after a step's metrics are written count
+        for the next step."""
         readings = self.take()
         found: dict[str, int | None] = {
             f"{TIMING_NAMES[phase]}/{name}": count for phase, reading in readings.items() for name, count in reading.numbers().items()
@@ -222,13 +223,13 @@ class Account:
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of a model."""
+    """Yield a model's parameters and buffers."""
     yield from map(local, model.parameters())
     yield from model.buffers()
 
 
 def gradients_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Accumulators and autograd's own gradients, as far as they exist."""
+    """Yield accumulators and autograd's own gradients that exist now."""
     for parameter in model.parameters():
         for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
             if gradient is not None:
@@ -236,7 +237,7 @@ def gradients_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def process_bytes() -> int | None:
-    """Main memory that this process uses now; None where the system does not say."""
+    """Return the main memory that this process uses now; None if the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -1,8 +1,8 @@
 """Offload of activations: saved tensors are on the host between the forward and the backward pass.
 
 Enters: a loaded model on its device, after fusing and recompute. Leaves: the same model, whose decoder layers send the tensors that they
-save for the backward pass to host memory as soon as they have run, and the record of what is under way. With recompute these are the inputs
-of layers, and kept results of products and attention. The backward pass fetches them one layer ahead.
+save for the backward pass to host memory as soon as they have run, and the record of pending copies. With recompute these tensors are the
+inputs of layers, and kept results of products and attention. The backward pass fetches them one layer ahead.
 
 Guaranteed: tensors come back with their bits, shape, strides and alignment. A storage is copied once per layer, however many views of it
 were saved. Parameters, arguments that all layers share (rotary angles, bounds of documents), small tensors and the last layer, which is
@@ -46,30 +46,30 @@ def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, pag
 
 
 class ActivationOffload:
-    """Shared by the layers of one model: what is being copied, and where to."""
+    """State shared by the layers of one model: pending copies, and the host memory for them."""
 
     def __init__(self, device: torch.device, smallest: int, page: int) -> None:
         self.device, self.smallest = device, smallest
         self.lane, self.pages = Lane(device), HostPages(device, page)
-        self._waiting: SavedByLayer | None = None  # being copied to the host, and still on the device
+        self._waiting: SavedByLayer | None = None  # tensors being copied to the host, still on the device
         self._latest: weakref.ref[SavedByLayer] | None = None
         self._given: dict[int, set[int]] = {}  # id of an argument of this pass -> addresses of the storages in it
 
     def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> SavedByLayer:
         if first:
-            self._let_go()  # from a pass that was aborted
+            self._let_go()  # left by a pass that was aborted
             self._latest = None
             self._given.clear()
         stays = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         for value in given:
-            if id(value) not in self._given:  # the caller holds it for as long as the pass lasts
+            if id(value) not in self._given:  # the caller holds the value for as long as the pass lasts
                 self._given[id(value)] = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
             stays |= self._given[id(value)]
         return SavedByLayer(self, stays, leaves=not last)
 
     def close(self, saved: SavedByLayer) -> None:
-        """After the layer has run: send its saved tensors, and release those that have been sent."""
-        if not saved.parcels:  # a layer whose call was deferred to a later one
+        """Send a layer's saved tensors after it has run, and release those that have been sent."""
+        if not saved.parcels:  # the layer's call was deferred to a later one
             return
         saved.before = self._latest() if self._latest else None
         self._latest = weakref.ref(saved)
@@ -78,7 +78,7 @@ class ActivationOffload:
         self._waiting = saved if saved.leaves else None
 
     def _let_go(self) -> None:
-        """Make the compute stream wait for the copies of the layer before, and release its device memory."""
+        """Make the compute stream wait for the copies of the previous layer, and release its device memory."""
         if self._waiting is not None:
             self._waiting.let_go()
         self._waiting = None
@@ -86,11 +86,11 @@ class ActivationOffload:
 
 @dataclass(eq=False)
 class OffloadedForward:
-    """The forward of one layer; without gradients, the layer's own."""
+    """The forward function of one layer. Without gradients, it is the layer's own."""
 
     own: Forward
     offload: ActivationOffload
-    layer: torch.nn.Module  # its parameters may be other tensors in each pass, where workers share them out
+    layer: torch.nn.Module  # its parameters may be other tensors in each pass, if they are sharded
     first: bool
     last: bool
     outermost = True
@@ -125,8 +125,8 @@ class Parcel:
     def __init__(self, saved: SavedByLayer, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
-        self.begin, self.end = self.storage.nbytes(), 0  # bytes that views cover
-        self.origin = 0  # which byte of the original storage is the first one of the current storage
+        self.begin, self.end = self.storage.nbytes(), 0  # range of bytes that views cover
+        self.origin = 0  # byte of the original storage at which the current storage begins
         self.place: int | None = None  # offset of its bytes in its layer's host memory
 
     @property
@@ -134,13 +134,13 @@ class Parcel:
         return self.end - self.begin
 
     def __del__(self) -> None:
-        # Its memory goes back to the compute stream, which must not write there before copies from and to it are done.
+        # The memory goes back to the compute stream, which must not write there before copies from and to it are done.
         if self.storage is not None:
             self.saved.settle()
 
 
 class SavedByLayer:
-    """All tensors that one layer has saved in one pass, which are copied together. A `Keeper`."""
+    """All tensors that one layer has saved in one pass, which are copied together. Implements `Keeper`."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int], *, leaves: bool) -> None:
         self.offload, self.leaves = offload, leaves
@@ -149,7 +149,7 @@ class SavedByLayer:
         self.opened = False
         self._stays = stays
         self._pages: list[torch.Tensor] = []
-        self._pending: Mark = None  # end of its copies, until the compute stream waits for that
+        self._pending: Mark = None  # end of its copies, until the compute stream has waited for it
 
     def put(self, tensor: torch.Tensor) -> Any:
         address = tensor.untyped_storage().data_ptr() if movable(tensor, self.offload.device) else 0
@@ -216,13 +216,13 @@ class SavedByLayer:
             self._leave_host()
 
     def settle(self) -> None:
-        """Let the compute stream use, change or free the memory that was copied from or to, from here on."""
+        """Let the compute stream use, change or free copied memory from here on."""
         if self._pending is not None:
             wait(self.offload.device, self._pending)
             self._pending = None
 
     def _pieces(self, parcel: Parcel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of a parcel, page by page: on the host, and on the device."""
+        """Yield the bytes of a parcel, page by page, on the host and on the device."""
         assert parcel.place is not None and parcel.storage is not None
         size, done = self.offload.pages.size, 0
         whole = torch.empty(0, dtype=torch.uint8, device=parcel.storage.device).set_(parcel.storage)  # type: ignore[call-overload]
@@ -234,7 +234,7 @@ class SavedByLayer:
             done += count
 
     def _leave_host(self) -> None:
-        """Give the pages back. Others may take them at once: only the lane writes them, after all copies queued so far."""
+        """Free the pages. Other layers may take them at once: only the lane writes them, after all copies queued so far."""
         self.offload.pages.give(self._pages)
         self._pages = []
 
@@ -286,13 +286,13 @@ class HostPages:
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:
-    """Bytes that autograd holds for the backward pass of `run`'s result, including results that selective recompute keeps: every storage
-    once, whole, without parameters. Tensors that an offloading model sends away are counted by its handle instead."""
+    """Return the bytes that autograd holds for the backward pass of `run`'s result, including results that selective recompute keeps: every
+    storage once, whole, without parameters. Tensors that an offloading model sends to the host are counted by its handle instead."""
     counter = SavedCounter()
     with saving_to(counter):
         result = run()
     total = counter.total()
-    del result  # it held the graph, which held the counted tensors
+    del result  # frees the graph, which held the counted tensors
     return total
 
 
@@ -303,7 +303,7 @@ class SavedTensor:
 
 
 class SavedCounter:
-    """A `Keeper` that counts the tensors still held."""
+    """Counts the tensors that are still held. Implements `Keeper`."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakSet[SavedTensor] = weakref.WeakSet()

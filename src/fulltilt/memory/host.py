@@ -22,9 +22,9 @@ def usable_cores() -> int:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Main memory that is free in the computer and in this process's control groups (such as a container's). Cached files count as free,
-    since the system drops them first. `root`: where the system's own files are."""
-    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where the system does not say: half of all memory
+    """Return the main memory that is free in the computer and in this process's control groups (such as a container's). Cached files count
+    as free, since the system drops them first. `root`: the folder of the system's own files."""
+    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # if the system does not tell: half of all memory
     with contextlib.suppress(OSError, KeyError):
         known = [1024 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
     for folder, (limit, used, files) in GROUP_FILES.items():
@@ -37,7 +37,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def groups(root: Path, folder: str) -> set[Path]:
-    """The control groups of this process: its own, those that contain it, and the outermost visible one."""
+    """Return the control groups of this process: its own, those that contain it, and the outermost visible one."""
     found, kind = {root / folder}, "memory" if folder.endswith("memory") else ""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -1,14 +1,14 @@
-"""Offload of parameters and optimizer states: they are in main memory while the device does not need them.
+"""Offload of parameters and optimizer states to main memory while the device does not need them.
 
 Enters: a role's model, or the states that an optimizer keeps per parameter. Leaves: the same tensors, on the device when they are used.
 
-`Residence` moves the parameters of a role, or this worker's shards of them. Device memory is given back, but every Parameter stays the same
+`Residence` moves the parameters of a role, or this worker's shards of them. Device memory is freed, but every Parameter stays the same
 object and every view of it a view: only the storage is emptied and filled. What this means on one device:
-  ref, reward model   they never change: one copy to the host for the whole run, later only device memory is given back;
+  ref, reward model   they never change: one copy to the host for the whole run, later only device memory is freed;
   critic              copied out again after an update;
   actor               may leave only while another role works, and not at all with CUDA graphs: graphs read parameters by address, and
-                      memory that was given back may belong to another tensor later. Reserving it would save nothing. Where workers share
-                      out parameters, an engine reads a whole copy of the actor, and its shards are away in rollouts too.
+                      memory that was freed may belong to another tensor later. Reserving it would save nothing. Where parameters
+                      are sharded, an engine reads a whole copy of the actor, and its shards are away in rollouts too.
 
 `States` holds an optimizer's states: on the device, or on the host and streamed in buckets through memory that is allocated once, so that
 the next bucket comes in and the previous one goes out while one is computed on.
@@ -48,20 +48,20 @@ Mark = torch.cuda.Event | None  # a point in a stream; None: already reached
 
 @dataclass(frozen=True)
 class OffloadSetting:
-    """Which parts of an optimizer are not on the device all the time."""
+    """Settings: which parts of an optimizer are not on the device all the time."""
 
     optimizer: bool = False  # masters and moments are on the host, and streamed through the device in a step
     grads: bool = False  # accumulated gradients exist only from a mini-batch's first pass to the end of its step
     bucket_bytes: int = 256 << 20  # size of a bucket of masters and moments
-    buckets: int = 3  # on the device at a time, at least 2: one comes in, one is computed on, one goes out
+    buckets: int = 3  # buckets on the device at a time, at least 2: one comes in, one is computed on, one goes out
 
 
 ON_DEVICE = OffloadSetting()
 
 
 def why_not(key: str, role: str, device: str, *, alone: bool = False, shared: bool = False) -> str | None:
-    """Why an offload setting of a role can have no effect. `alone`: no other role has a model on the same device. `shared`: the role's
-    model is the actor's."""
+    """Return why an offload setting of a role has no effect, or None if it may have one. `alone`: whether no other role has a model on the
+    same device. `shared`: whether the role's model is the actor's."""
     if device != "cuda":
         return "the run is on the CPU: its memory is the host's already"
     if key == "offload_params" and shared:
@@ -76,21 +76,21 @@ def why_not(key: str, role: str, device: str, *, alone: bool = False, shared: bo
 
 
 class Pages(mmap.mmap):
-    """Pages from the system. A class of our own, so that a finalizer runs before the pages are unmapped."""
+    """Pages from the system. A separate class, so that a finalizer runs before the pages are unmapped."""
 
 
 def host_memory(count: int, device: torch.device) -> torch.Tensor:
-    """`count` bytes of zeros in main memory [count], pinned for a CUDA device."""
+    """Allocate `count` bytes of zeros in main memory [count], pinned for a CUDA device."""
     if not count or not hasattr(mmap, "MADV_DONTFORK"):  # not on Linux: correct, but copies block the program
         return torch.zeros(count, dtype=torch.uint8)
     free, needed = free_host_bytes(), f"{count / 2**30:.1f} GiB of main memory"
-    if count > free:  # the system would kill the process when the pages are touched
+    if count > free:  # the system would kill the process when it touches the pages
         raise UserError(f"{needed} are needed for offload, and {free / 2**30:.1f} GiB are free. {MORE_MEMORY}")
     try:
         pages = Pages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise UserError(f"{needed} could not be allocated for offload: {error.strerror}. {MORE_MEMORY}") from error
-    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # after a fork the program's pages would no longer be the device's
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # pages must stay the device's after a fork of the program
         with contextlib.suppress(OSError):
             pages.madvise(advice)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def host_memory(count: int, device: torch.device) -> torch.Tensor:
         failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, PORTABLE))
         if failed:
             raise UserError(f"{needed} could not be pinned for offload (CUDA error {failed}). {MORE_MEMORY}")
-        weakref.finalize(pages, unpin, memory.data_ptr()).atexit = False  # at exit the system does it
+        weakref.finalize(pages, unpin, memory.data_ptr()).atexit = False  # at exit, the system unpins the memory
     return memory
 
 
@@ -109,7 +109,7 @@ def unpin(address: int) -> None:
 
 
 class Lane:
-    """A stream of copies beside the compute stream. On a CPU copies run at once."""
+    """A stream of copies beside the compute stream. On a CPU, copies run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -129,13 +129,13 @@ class Lane:
         return self._stream.record_event()
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Once freed, its memory is not reused until the copies queued so far are done."""
+        """Keep the tensor's memory from being reused after it is freed, until the copies queued so far are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
 def now(device: torch.device) -> Mark:
-    """The mark after all work queued in the compute stream so far."""
+    """Return the mark after all work queued in the compute stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
@@ -155,12 +155,13 @@ def aligned(count: int) -> int:
 class Residence:
     """Moves the parameters of a role's model, which are on the device at first.
 
-    `learns`: they change on the device, so they are copied out whenever they leave. Running a model that is away fails at once.
+    `learns`: whether parameters change on the device, so that they are copied out whenever they leave. Running a model that is on the host
+    fails at once.
     """
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
         self.role, self.learns, self.on_device = role, learns, True
-        # The memory of a shard may be longer than what is this worker's of the parameter: all workers exchange as much.
+        # A shard's memory may be longer than this worker's part of the parameter, because all workers exchange equally many bytes.
         found = (local(parameter.detach()).untyped_storage() for parameter in model.parameters())
         storages = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
         assert all(storage.resizable() for storage in storages.values()), "a parameter is in memory that cannot be given back"
@@ -172,17 +173,17 @@ class Residence:
         self._out, self._in = Lane(self.device), Lane(self.device)
         self._copied = False
         self._left: Mark = None
-        # The transformer inside a model with any head.
+        # the transformer inside a model with any head
         body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if body is not None:
             body.register_forward_pre_hook(self._refuse_absent)
-        if whole_pass := getattr(model, ONE_PASS, None):  # which gathers shards before the body runs
+        if whole_pass := getattr(model, ONE_PASS, None):  # it gathers shards before the body runs
             setattr(model, ONE_PASS, partial(self._refuse_or_run, whole_pass))
 
     @torch.no_grad()
     def to_host(self, *, unchanged: bool = False) -> None:
-        """Give the device memory back. Copies run beside the computation that follows. `unchanged`: the role has only been read since it
-        came, so that one that learns need not be copied out again."""
+        """Free the device memory. Copies run during the computation that follows. `unchanged`: whether the role was only read since it
+        came, so that even a role that learns need not be copied out again."""
         if not self.on_device:
             return
         if not self._copied or (self.learns and not unchanged):
@@ -194,7 +195,7 @@ class Residence:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Have the parameters on the device for all computation from here on."""
+        """Bring the parameters to the device for all computation from here on."""
         if self.on_device:
             return
         try:
@@ -208,7 +209,7 @@ class Residence:
         self.on_device = True
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """The host memory of the parameters."""
+        """Yield the host memory of the parameters."""
         yield self._host
 
     def _give_back(self) -> None:
@@ -225,7 +226,7 @@ class Residence:
 
 
 def absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values, or this worker's part of them, are on the host, the device memory given back."""
+    """Return whether the tensor's values, or this worker's part of them, are on the host only."""
     own = local(tensor.detach())
     return own.numel() > 0 and own.untyped_storage().nbytes() == 0
 
@@ -249,15 +250,15 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Numbers of an entry that are on the device together: all of them, unless they are streamed."""
+    """An entry's numbers that are on the device together: all of them, unless they are streamed."""
 
     name: str
     numbers: slice
-    states: dict[str, torch.Tensor]  # kind -> flat, on the device
+    states: dict[str, torch.Tensor]  # by kind: numbers on the device, flat
 
 
 class States:
-    """Memory for states, zeros at the start: on the device, or on the host with a few buckets of it on the device.
+    """Memory for states, initially zeros: on the device, or on the host with a few buckets on the device.
 
     One memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind fills the beginning of its
     memory. A bucket is the same range of each memory."""
@@ -265,7 +266,7 @@ class States:
     def __init__(self, entries: Iterable[Entry], device: torch.device, offload: OffloadSetting = ON_DEVICE) -> None:
         self.device, self._entries = device, sorted(entries, key=lambda entry: -len(entry.kinds))
         self._places: dict[str, int] = {}
-        extents: dict[str, int] = {}  # bytes of each kind
+        extents: dict[str, int] = {}  # bytes by kind
         end = 0
         for entry in self._entries:
             self._places[entry.name] = end
@@ -277,7 +278,7 @@ class States:
         assert offload.buckets >= 2
         device = self.device
         wanted = offload.bucket_bytes // max(1, len(extents)) // ALIGN * ALIGN if offload.optimizer else end
-        self._width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
+        self._width = min(max(wanted, ALIGN), end)  # bytes of a bucket in the memory of each kind
         count = -(-end // self._width) if end else 0
         self._homes = {
             kind: host_memory(extent, device) if offload.optimizer else torch.zeros(extent, dtype=torch.uint8, device=device)
@@ -288,14 +289,14 @@ class States:
             for _ in range(min(offload.buckets, count) if offload.optimizer else 0)
         ]
         self._in, self._out = Lane(device), Lane(device)
-        self._left: list[Mark] = [now(device)] * len(self._slots)  # when each slot may be filled again
+        self._left: list[Mark] = [now(device)] * len(self._slots)  # when each slot may be refilled
         for memory in (memory for slot in self._slots for memory in slot.values()):
             self._in.uses(memory)
             self._out.uses(memory)
         self.buckets = [list(self._parts(number)) for number in range(count)]
 
     def _parts(self, number: int) -> Iterator[Part]:
-        """What a bucket has of each entry."""
+        """Yield a bucket's part of each entry."""
         first, last = number * self._width, (number + 1) * self._width
         memory = self._slots[number % len(self._slots)] if self._slots else self._homes
         for entry in self._entries:
@@ -306,17 +307,17 @@ class States:
                 yield Part(entry.name, slice((begin - place) // size, (end - place) // size), states)
 
     def home(self, entry: Entry, kind: str) -> torch.Tensor:
-        """An entry's numbers in their permanent memory [count]. Those on the host are up to date after `settle`."""
+        """Return an entry's numbers in their permanent memory [count]. Numbers on the host are up to date after `settle`."""
         place = self._places[entry.name]
         return self._homes[kind][place : place + entry.nbytes].view(entry.dtype)
 
     def stream(self, read: Sequence[str] | None = None, written: Sequence[str] | None = None) -> Iterator[int]:
-        """The numbers of the buckets, each of which is on the device until the next one is requested. `read`: kinds that are copied in;
-        `written`: kinds that are copied out again; None: all."""
+        """Yield the numbers of the buckets, each of which is on the device until the next one is requested. `read`: kinds to copy in.
+        `written`: kinds to copy out again. None: all kinds."""
         if not self._slots:
             yield from range(len(self.buckets))
             return
-        # All that the last pass copied out must have arrived before it is read again.
+        # Everything that the last pass copied out must have arrived before it is read again.
         arrived = self._in.copy(self._pairs(0, read), self._left)
         for number in range(len(self.buckets)):
             following = None
@@ -335,12 +336,12 @@ class States:
                 mark.synchronize()
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """All of its memory, on the host and on the device."""
+        """Yield all memory of the states, on the host and on the device."""
         for memory in (self._homes, *self._slots):
             yield from memory.values()
 
     def _pairs(self, number: int, kinds: Sequence[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The bucket's memory in its slot, and its permanent memory."""
+        """Return pairs of a bucket's memory in its slot and its permanent memory."""
         slot, bucket = self._slots[number % len(self._slots)], slice(number * self._width, (number + 1) * self._width)
         homes = {kind: home[bucket] for kind, home in self._homes.items() if kinds is None or kind in kinds}
         return [(slot[kind][: len(home)], home) for kind, home in homes.items() if len(home)]

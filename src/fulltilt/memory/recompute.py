@@ -1,4 +1,4 @@
-"""Recompute: activations are computed again in the backward pass instead of being kept.
+"""Recompute: computing activations again in the backward pass instead of keeping them.
 
 Enters: a loaded model (fused or plain, with or without adapters, or a critic) and a `Recompute` setting. Leaves: the same model, whose
 decoder layers have a wrapper around their forwards. Guaranteed: parameters stay the same objects at the same
@@ -39,8 +39,8 @@ from fulltilt.shape import Recompute
 
 Forward = Callable[..., Any]
 
-# Operations whose results selective recompute keeps. Batched products (bmm) are not among them: they are attention scores in plain torch,
-# or weights that adapters on experts add, both larger than their inputs.
+# Operations whose results selective recompute keeps. Batched products (bmm) are not included: they are attention scores in plain torch, or
+# weights that adapters on experts add, both larger than their inputs.
 PRODUCTS = ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 ATTENTION = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -63,7 +63,7 @@ def apply_recompute(model: torch.nn.Module, setting: Recompute) -> None:
 
 
 def put_around(layer: torch.nn.Module, forward: Forward) -> None:
-    """Let the layer run this forward, which calls the one before it."""
+    """Replace the layer's forward by this one, which calls the previous one."""
     if getattr(vars(layer).get("forward"), "outermost", False):
         raise RuntimeError("activations of this layer are offloaded already, which has to come last")
     layer.forward = forward
@@ -76,24 +76,25 @@ class Unit:
     run: Callable[[Forward, torch.Tensor, bool], Any]
     size: int
     calls: list[Forward] = field(default_factory=list)
-    handed_on: torch.Tensor | None = None  # result of the last deferred call, which is its own input
+    handed_on: torch.Tensor | None = None  # result of the last deferred call, which is the call's own input
 
 
 @dataclass(eq=False)
 class UnitForward:
-    """The forward of one layer of a unit; without gradients, the layer's own. An object, so that copies of the layer run themselves."""
+    """The forward function of one layer of a unit. Without gradients, it is the layer's own. It is an object, so that copies of the layer
+    run themselves."""
 
     layer: torch.nn.Module
     own: Forward
     unit: Unit
-    place: int  # in the unit
+    place: int  # the layer's place in the unit
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own(hidden_states, *args, **kwargs)
         unit = self.unit
         if self.place == 0:
-            unit.calls.clear()  # from a pass that was aborted
+            unit.calls.clear()  # left by a pass that was aborted
         elif hidden_states is not unit.handed_on or len(unit.calls) != self.place:
             raise UnsupportedModel(
                 f"the model of {type(self.layer).__name__} does more between layers than pass hidden states on: layers cannot be "
@@ -131,7 +132,7 @@ def run_selective(forward: Forward, hidden_states: torch.Tensor, random: bool) -
 
 
 class Keeper(Protocol):
-    """Holds saved tensors, and results that selective recompute keeps, between the passes. `saving_to` sets it."""
+    """Holds saved tensors, and results that selective recompute keeps, between forward and backward pass. `saving_to` sets it."""
 
     def put(self, tensor: torch.Tensor) -> Any: ...
 
@@ -143,7 +144,7 @@ KEEPER: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
 @contextmanager
 def saving_to(keeper: Keeper) -> Iterator[None]:
-    """Inside, autograd's saved tensors go through the keeper, and so do kept results, which torch's hooks do not see."""
+    """Enclose passes whose saved tensors go through the keeper, and also kept results, which torch's hooks do not see."""
     token = KEEPER.set(keeper)
     try:
         with saved_tensors_hooks(keeper.put, keeper.take):
@@ -157,11 +158,11 @@ class KeptResults:
 
     def __init__(self, keeper: Keeper | None) -> None:
         self._keeper, self._expensive = keeper, expensive_operations()
-        self._results: deque[tuple[Any, Any]] = deque()  # operation, and its results as functions that return them (None: forgotten)
+        self._results: deque[tuple[Any, Any]] = deque()  # each operation, with its results as functions that return them (None: forgotten)
         self._addresses: set[int] = set()
 
     def record(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the first forward pass, and keep an expensive one's results."""
+        """Run an operation of the first forward pass, and keep the results of an expensive one."""
         if operation._schema.is_mutable:
             self._refuse_change(operation, args)
         result = operation(*args, **kwargs)
@@ -209,7 +210,8 @@ def expensive_operations() -> frozenset[Any]:
 
 
 class Intercepting(TorchDispatchMode):
-    """Runs operations through a function. A mode works below autograd, so the graph and its saved tensors are those of the plain pass."""
+    """Runs operations through a function. A mode works below autograd, so the graph and its saved tensors are the same as in a plain
+    pass."""
 
     def __init__(self, run: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -220,8 +222,8 @@ class Intercepting(TorchDispatchMode):
 
 
 def ends_in_product(out: torch.Tensor) -> bool:
-    """Whether the last operation adds a product to the residual. Then nothing after the product is saved, and the second pass, which stops
-    at the last saved tensor, stops before it: its result need not be kept."""
+    """Return whether the last operation adds a product to the residual. If so, nothing after the product is saved, and the second pass,
+    which stops at the last saved tensor, stops before the product: its result need not be kept."""
     last = out.grad_fn
     if last is None or last.name() != "AddBackward0":
         return False

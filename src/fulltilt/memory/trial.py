@@ -1,7 +1,7 @@
-"""Computations that may run out of memory and are then done again.
+"""Computations that may run out of memory and are then repeated.
 
-Enters: a computation. Leaves: what was reported if memory ran out in it. Guaranteed: nothing that it had computed is kept alive by the
-error.
+Enters: a computation. Leaves: the report of an out-of-memory error, if there was one. Guaranteed: the error keeps none of the computation's
+results alive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fulltilt.words import first_line
 
 
 class MemoryTrial:
-    """Encloses a computation that may run out of memory and can be repeated: it ends there, and `failure` is what was reported. The error
+    """Encloses a computation that may run out of memory and can be repeated: it ends at the error, and `failure` is the report. The error
     itself is dropped, since its frames would keep alive everything that filled the memory."""
 
     def __init__(self, may_fail: Callable[[], bool]) -> None:
-        self.may_fail = may_fail  # whether it can be repeated
+        self.may_fail = may_fail  # returns whether the computation can be repeated
         self.failure: str | None = None
 
     def __enter__(self) -> MemoryTrial:
@@ -52,9 +52,9 @@ class RandomState:
 
 
 def free_unused(device: torch.device) -> None:
-    """Give the device the memory of objects that nobody uses any more."""
+    """Return the memory of unused objects to the device."""
     gc.collect()  # some are in reference cycles
     if device.type == "cuda":
-        # Copies of a pass that was given up may still run in other streams, from and to memory that counts as free already.
+        # Copies of an abandoned pass may still run in other streams, from and to memory that already counts as free.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

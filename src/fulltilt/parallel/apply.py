@@ -1,11 +1,11 @@
-"""Sharing out a model's parameters among workers: the one place where it is done, to a plain model, from outside.
+"""Sharding of a model's parameters across workers, applied to a plain model from outside. No other file does it.
 
 Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters and perhaps fused layers, and a `Sharing`. Leaves: the
-same model, each parameter of which is a shard, a range of rows (FSDP2); during a pass the parameters of one decoder layer at a time are
-whole. Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had;
-shards of parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every
-parameter keeps its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the
-whole model and inside `in_one_pass`; one that gives a pass up completes it (parallel/progress.py).
+same model, each parameter of which is a shard, a range of rows (FSDP2); during a pass one decoder layer at a time has whole parameters.
+Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had; shards of
+parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every parameter keeps
+its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the whole model and
+inside `in_one_pass`; a worker that abandons a pass completes it (parallel/progress.py).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fulltilt.parallel.progress import PassProgress
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.records import UserError
 
-GATHER, REDUCE = "gather", "reduce"  # what a unit exchanges
+GATHER, REDUCE = "gather", "reduce"  # kinds of exchange of a unit
 
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """How parameters are shared out. Workers are in groups of equal size, each of which has every parameter once."""
+    """How parameters are sharded. Workers are in groups of equal size, and each group has every parameter once."""
 
     everyone: Ranks
-    group: Ranks  # the workers of this one's group
+    group: Ranks  # the workers of this worker's group
     mesh: DeviceMesh
-    reshard_after_forward: bool = True  # give the whole parameters of a layer back between its forward and its backward pass
-    forward_prefetch: bool = True  # gather the parameters of a layer before the layer ahead of it begins to compute
-    experts: Sharing | None = None  # given where experts are divided: how the workers with the same ones share these out
+    reshard_after_forward: bool = True  # free the whole parameters of a layer between its forward and its backward pass
+    forward_prefetch: bool = True  # gather a layer's parameters before the previous layer begins to compute
+    experts: Sharing | None = None  # given where experts are divided: how workers with the same experts shard these
 
     @property
     def first(self) -> bool:
@@ -55,7 +55,7 @@ class Sharing:
 def share(
     ranks: Ranks, device: str, size: int | None = None, *, reshard_after_forward: bool = True, forward_prefetch: bool = True
 ) -> Sharing:
-    """`size`: workers in a group; None: all are one."""
+    """Describe sharding across these workers. `size`: workers in a group; None: all are one group."""
     knobs = reshard_after_forward, forward_prefetch
     if size is None or size == ranks.size:
         assert ranks.group is not None
@@ -67,15 +67,16 @@ def share(
 
 
 def with_experts(sharing: Sharing, replicas: Ranks, device: str) -> Sharing:
-    """`replicas`: the workers that have the same experts, which may be this one alone. All workers must call it at the same time."""
+    """Add the sharding of experts. `replicas`: the workers that have the same experts, which may be this worker alone. All workers must
+    call this at the same time."""
     if replicas.alone:
         replicas = replace(replicas, group=replicas.group_of("alone", replicas.numbers))
     return replace(sharing, experts=share(replicas, device))
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. A group is made by its own workers alone, because workers with other roles do not come here; every
-    worker makes its group of replicas first."""
+    """Return the mesh of workers in groups of `size`. Only a group's own workers make it, because workers with other roles do not come
+    here; every worker makes its group of replicas first."""
     places = torch.tensor(ranks.numbers).view(-1, size)
     names = ("replicate", "shard")
     lines = [next(line for line in found.tolist() if ranks.number in line) for found in (places.t(), places)]
@@ -85,32 +86,32 @@ def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
 
 @dataclass(eq=False)
 class Shards:
-    """A model that is shared out, as this worker has it."""
+    """This worker's view of a sharded model."""
 
     model: torch.nn.Module
     sharing: Sharing
-    types: Mapping[str, torch.dtype]  # by parameter: the type that is computed with, which it had before it was shared out
+    types: Mapping[str, torch.dtype]  # by parameter: the type to compute with, which the parameter had before it was sharded
     units: Sequence[FSDPModule]  # the modules whose parameters become whole together, the whole model last
-    apart: frozenset[str] = frozenset()  # the parameters of experts that are divided
+    apart: frozenset[str] = frozenset()  # names of the parameters of divided experts
     version: int = 0  # how many times the parameters were changed
 
     def own(self) -> dict[str, torch.Tensor]:
-        """The numbers of each parameter that this worker has, flat."""
+        """Return this worker's numbers of each parameter, flat."""
         return {name: local(parameter).detach().view(-1) for name, parameter in self.model.named_parameters()}
 
     def group_of(self, name: str) -> Ranks:
-        """The workers among which a parameter is shared out."""
+        """Return the workers across which a parameter is sharded."""
         return self.sharing.experts.group if self.sharing.experts and name in self.apart else self.sharing.group
 
     def layout(self, names: Sequence[str]) -> RowLayout:
-        """The layout of parameters that are shared out among the same workers."""
+        """Return the layout of parameters that are sharded across the same workers."""
         parameters = dict(self.model.named_parameters())
         sizes = {self.group_of(name).size for name in names} or {self.sharing.group.size}
         assert len(sizes) == 1
         return RowLayout({name: tuple(parameters[name].shape) for name in names}, sizes.pop())
 
     def rest(self) -> None:
-        """Give whole parameters back that a pass without gradient has left."""
+        """Free whole parameters that a pass without gradient has left."""
         for unit in self.units:
             unit.reshard()
 
@@ -120,20 +121,21 @@ class Shards:
 
     @property
     def may_give_up(self) -> bool:
-        """Whether a pass in which this worker runs out of memory can be completed: torch 2.13 can make a model forget such a pass."""
+        """Whether a pass in which this worker runs out of memory can be completed: torch 2.13 or later can make a model forget such a
+        pass."""
         return hasattr(self.units[-1], "reset_iter_state")
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Encloses a pass that takes part in the collectives that are left of the last one, which this worker has given up, and which must
-        have been of the same kind. Sums of gradients mean nothing afterwards, on any worker."""
+        """Enclose a pass that takes part in the remaining collectives of the last pass, which this worker has abandoned, and which must
+        have been of the same kind. Afterwards, sums of gradients are meaningless on every worker."""
         root, progress = self.units[-1], self.progress
         # Passes without gradient leave parameters whole, which later ones do not gather again.
         whole = [number for number, unit in enumerate(self.units) if any(not is_shard(own) for own in unit_parameters(unit))]
         progress.made.update(dict.fromkeys([(number, GATHER) for number in whole if not progress.made[number, GATHER]], 1))
         summed = [number for number, _ in enumerate(self.units) if progress.made[number, REDUCE]]
         root.reset_iter_state()
-        for number in summed:  # the sum over groups, which follows the one inside a group, is not made again either
+        for number in summed:  # the sum over groups, which follows the one inside a group, is not repeated either
             self.units[number].set_requires_all_reduce(False, recurse=False)
         try:
             yield
@@ -141,15 +143,15 @@ class Shards:
             for number in summed:
                 self.units[number].set_requires_all_reduce(True, recurse=False)
         if summed:
-            root.reset_iter_state()  # drops what was to be summed
+            root.reset_iter_state()  # drops what was still to be summed
 
     def gather_of(self, unit: int) -> CountedGather:
-        """What gathers the parameters of a unit."""
+        """Make the collective that gathers a unit's parameters."""
         return CountedGather(self.sharing.everyone.moved, self.progress, unit)
 
 
 def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
-    """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
+    """Shard all parameters of a model, which computes as before. Call it before the optimizer is made."""
     separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     computing: Any = model.dtype
@@ -161,7 +163,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
         widen(module)
         wide = torch.promote_types(computing, torch.float32)
         policy = MixedPrecisionPolicy(wide if module in of_score else computing, reduce_dtype=wide, cast_forward_inputs=False)
-        # What lies outside the layers is needed first and last: giving it back in between would save nothing.
+        # Parameters outside the layers are needed first and last: freeing them in between would save nothing.
         reshard = sharing.reshard_after_forward and module is not model
         mesh = sharing.experts.mesh if sharing.experts and module in experts else sharing.mesh
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -180,7 +182,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
 
 
 def expert_units(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The stacks of experts, each with the adapters around it."""
+    """Yield the stacks of experts, each with the adapters around it."""
     inside = ""
     for name, module in model.named_modules():
         base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
@@ -190,7 +192,8 @@ def expert_units(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def require_one_type(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> None:
-    """Gathered parameters are all of one type: one that the model keeps in another would be rounded in passes, and not in rollouts."""
+    """Refuse a model with parameters of several types. Gathered parameters are all of one type: a parameter of another type would be
+    rounded in passes, but not in rollouts."""
     usual: Any = model.dtype
     for name, own in types.items():
         if own != usual and not (isinstance(model, ScalarModel) and name.startswith("score.")):
@@ -206,7 +209,8 @@ def call(compute: Callable[[], Any]) -> Any:
 
 
 def widen(module: torch.nn.Module) -> None:
-    """Let parameters that learn be their own masters. They get memory of their own: others may read that of the loaded model."""
+    """Make parameters that learn their own masters, of float32 or better. They get their own memory, because others may read that of the
+    loaded model."""
     for parameter in module.parameters():
         if parameter.requires_grad and not is_shard(parameter):
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -222,7 +226,8 @@ def units_of(model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def sum_gradients(unit: FSDPModule, number: int, sharing: Sharing) -> None:
-    """`number`: the unit's place among those of the model."""
+    """Sum gradients over workers rather than averaging them, and count the unit's collectives. `number`: the unit's place among those of
+    the model."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: workers whose tokens have not reached an expert add zeros for it
@@ -234,7 +239,7 @@ def sum_gradients(unit: FSDPModule, number: int, sharing: Sharing) -> None:
 
 
 class Allocating:
-    """What FSDP2 asks of a collective beside the call."""
+    """Allocates memory for collectives, as FSDP2 requires."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -266,6 +271,6 @@ class CountedReduce(Allocating):
                 output_tensor.zero_()
                 return None
             self.moved["reduce-scatter"] += input_tensor.nbytes
-            self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, which follows
+            self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, in the all-reduce that follows
             with self.progress.sending():
                 return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

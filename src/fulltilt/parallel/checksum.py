@@ -1,7 +1,7 @@
 """A checksum of some of a model's numbers, by which workers that must have the same weights are compared.
 
 Enters: parameters, and the number of the comparison. Leaves: a short text. Guaranteed: it depends on the numbers alone, to the bit; every
-comparison looks at other numbers of each parameter, at the same places on every worker, so that a difference that stays is found sooner or
+comparison looks at other numbers of each parameter, at the same places on every worker, so that a lasting difference is found sooner or
 later; the cost does not grow with the size of the parameters.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-NUMBERS = 64  # at least, of each parameter that has as many
+NUMBERS = 64  # at least this many numbers of each parameter, if it has as many
 
 
 @torch.no_grad()

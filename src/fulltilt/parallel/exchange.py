@@ -1,8 +1,9 @@
-"""Parameters from the workers that have parts of them to those that need them whole, or other parts, through a buffer of bounded size.
+"""Exchange of parameters: workers with parts of them send these, through a buffer of bounded size, to workers that need whole parameters or
+other parts.
 
-Enters: a layout, which says who has what, and the memory that parts come from and go to. Leaves: memory filled. Guaranteed: nothing is
-allocated after the exchange was made; a collective has numbers of as many parameters as fit into the buffer, and a parameter that does not
-fit comes in pieces; numbers are rounded to the type of the buffer, once.
+Enters: a layout, which says which worker has which numbers, and the memory that parts come from and go to. Leaves: the memory, filled.
+Guaranteed: nothing is allocated after the exchange was made; a collective has numbers of as many parameters as fit into the buffer, and a
+parameter that does not fit comes in pieces; numbers are rounded to the type of the buffer, once.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 @dataclass(frozen=True, eq=False)
 class PartTransfer:
-    """How the members of a group hold a model in parts, and which part of it a worker needs. This class: all have it whole, and need it
-    so."""
+    """How the members of a group hold a model in parts, and which part a worker needs. By default, all have the whole model and need it."""
 
     ranks: Ranks = ALONE  # the members that hold all parts
-    cuts: Mapping[str, Cut] | None = None  # how they hold them
-    wanted: Mapping[str, Cut] | None = None  # how the members of another group need them; None: whole
-    place: int = 0  # this worker's among these
+    cuts: Mapping[str, Cut] | None = None  # how the members hold their parts; None: whole
+    wanted: Mapping[str, Cut] | None = None  # how the members of another group need the parts; None: whole
+    place: int = 0  # this worker's place among the members of that other group
 
     def overlaps(self, name: str, whole: Sequence[int], rank: int) -> list[list[CommonRange]]:
-        """Of each dimension of a parameter, what this worker needs of a member's part."""
+        """Return, for each dimension of a parameter, the ranges of a member's part that this worker needs."""
         held = ranges_of(self.cuts[name] if self.cuts else None, whole, rank)
         wanted = ranges_of(self.wanted[name] if self.wanted else None, whole, self.place)
         return [list(overlaps(*each)) for each in zip(held, wanted, strict=True)]
@@ -42,9 +42,9 @@ WHOLE = PartTransfer()
 
 
 class Exchange:
-    """A gather that can be repeated. `own`: this worker's numbers of each parameter, flat. `targets`: where they go; None: not needed here.
-    `whole`: the shapes of whole parameters, if those of the layout are parts. `memory`: a buffer to use, of bytes, which others may use in
-    turn."""
+    """A gather that can be repeated. `own`: this worker's numbers of each parameter, flat. `targets`: memory for the gathered parameters;
+    None: not needed here. `whole`: the shapes of whole parameters, if those of the layout are parts. `memory`: a buffer of bytes, which
+    other exchanges may use in turn."""
 
     def __init__(
         self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
@@ -57,7 +57,7 @@ class Exchange:
         memory = torch.zeros(needed, dtype=torch.uint8, device=device) if memory is None else memory
         self.buffer = memory[:needed].view(dtype)
         rows, begin = self.buffer.view(layout.parts, layout.workers, width), 0
-        self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(layout.rounds(dtype.itemsize))]  # into the buffer and out of it
+        self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(layout.rounds(dtype.itemsize))]  # in, out
         for name, shape in layout.shapes.items():
             done, each = 0, layout.width(name)
             of_whole = (shape if whole is None else whole[name]) or (1,)
@@ -86,25 +86,25 @@ class Exchange:
 
 @dataclass(frozen=True)
 class CommonRange:
-    """Neighbouring rows, or columns, that a tensor has in common with another one."""
+    """Neighbouring rows, or columns, that two tensors have in common."""
 
-    here: int  # the first of them, counted in the one
-    there: int  # and in the other
+    here: int  # the first of them, counted in one tensor
+    there: int  # the first of them, counted in the other tensor
     length: int
 
     def clip(self, own: range) -> CommonRange | None:
-        """What of it lies between two rows of the one."""
+        """Return the part within these rows of the one tensor; None if there is none."""
         start, stop = max(self.here, own.start), min(self.here + self.length, own.stop)
         return CommonRange(start, self.there + start - self.here, stop - start) if start < stop else None
 
 
 def ranges_of(cut: Cut | None, whole: Sequence[int], rank: int) -> list[list[range]]:
-    """Of each dimension of a tensor, the ranges that a member holds."""
+    """Return, for each dimension of a tensor, the ranges that a member holds."""
     return [cut.parts(rank) if cut and cut.dim == dim else [range(length)] for dim, length in enumerate(whole)]
 
 
 def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[CommonRange]:
-    """What two tensors have in common, which consist of ranges of a third one."""
+    """Yield the ranges that two tensors have in common, which consist of ranges of a third tensor."""
     here = 0
     for own in held:
         there = 0
@@ -119,9 +119,9 @@ def overlaps(held: Sequence[range], wanted: Sequence[range]) -> Iterator[CommonR
 def spread(
     numbers: torch.Tensor, first: int, shape: Sequence[int], common: Sequence[Sequence[CommonRange]], target: torch.Tensor
 ) -> Copies:
-    """Copies to a tensor from a row of numbers for each worker that has a range of a part's rows, equally many, but the last ones fewer or
-    none. `numbers` begin with the `first`-th one of each worker; `shape`: that of the part; `common`: of each dimension, what the tensor
-    has of the part."""
+    """List copies to a tensor from several workers' numbers. Each worker has a range of a part's rows, all equally many, except that the
+    last workers have fewer or none. `numbers`: one row per worker, beginning with the worker's `first`-th number. `shape`: of the part.
+    `common`: for each dimension, what the tensor has of the part."""
     target, each, found = target.detach().view(target.shape or (1,)), -(-shape[0] // len(numbers)), Copies()
     own_shape = (each, *shape[1:])
     last, offset = min(first + numbers.shape[1], math.prod(own_shape)), 0
@@ -144,8 +144,8 @@ def spread(
 
 
 def spread_rows(source: torch.Tensor, own: range, each: int, common: CommonRange, target: torch.Tensor) -> Copies:
-    """Copies of rows, of which `source` [workers, rows, ...] has the same range of each worker's `each`, as far as the tensor has them.
-    Workers all of whose rows it has are one copy."""
+    """List copies of the rows that the tensor has. `source` [workers, rows, ...]: the same range `own` of each worker's `each` rows.
+    Workers whose rows are all needed are one copy."""
     begin, end, found = common.here, common.here + common.length, Copies()
     reached = range(max(0, (begin - own.stop) // each + 1), min(len(source), -(-(end - own.start) // each)))
     full = range(max(reached.start, -(-(begin - own.start) // each)), min(reached.stop, (end - own.stop) // each + 1))
@@ -163,7 +163,7 @@ def spread_rows(source: torch.Tensor, own: range, each: int, common: CommonRange
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[range, ...]]:
-    """The numbers from the `first` up to the `last` of a tensor, in order, as tensors within it.
+    """Yield the numbers of a tensor from the `first` up to the `last`, in order, as boxes within it.
 
     Example: boxes((3, 4), 2, 8) -> row 0, columns 2 to 3; row 1, all columns
     """
@@ -172,7 +172,7 @@ def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[range, 
         return
     row = math.prod(shape[1:])
     full = range(-(-first // row), last // row)
-    if full.start > full.stop:  # within one row
+    if full.start > full.stop:  # within one row of the tensor
         yield from ((range(full.stop, full.start), *box) for box in boxes(shape[1:], first - full.stop * row, last - full.stop * row))
         return
     if before := full.start * row - first:
@@ -188,7 +188,7 @@ def length_of(numbers: slice) -> int:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in the order of memory, so that parameter, gradient and states correspond whatever the strides are."""
+    """Return the numbers in the order of memory, so that parameter, gradient and states correspond, whatever their strides."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 

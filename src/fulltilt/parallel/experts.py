@@ -2,15 +2,15 @@
 
 Enters: a loaded Hugging Face model with stacked experts, or a critic or reward model, with its adapters. Leaves: the same model, whose
 stacks, their biases and their adapters are this worker's experts, under their names, as plain parameters, and an `ExpertSplit`; everything
-else stays whole, and the same object. Guaranteed: each worker calls the model on tokens of its own, other ones and another number of them
-than the others, and gets what the whole model computes for them. No token is dropped: a worker receives as many rows as routers send it,
-and an expert's rows are in the order of workers and tokens, as if one process had the tokens of all. All workers of a group must make the
-same passes; one that has nothing to compute runs a filler. Every collective runs in the model's own order and again in a recomputed layer.
-A worker that has run out of memory goes on with them until the others have ended their passes: it sends no rows but those that it has
-announced, which are zeros, and zeros in place of the results that others wait for.
+else stays whole, and the same object. Guaranteed: each worker calls the model on its own tokens, whatever the tokens of the others and
+their number, and gets what the whole model computes for them. No token is dropped: a worker receives as many rows as routers send it, and
+an expert's rows are in the order of workers and tokens, as if one process had the tokens of all. All workers of a group must make the same
+passes; a worker with nothing to compute runs a filler. Every collective runs in the model's own order and again in a recomputed layer. A
+worker that has run out of memory continues with them until the others have ended their passes: it sends only rows that it has announced, as
+zeros, and zeros in place of the results that others wait for.
 
-Gradients: what a worker finds for its experts is that of the tokens of its whole group; it is to be summed over the workers that have the
-same experts in other groups. What it finds for any other parameter is that of its own tokens; it is to be summed over all workers.
+Gradients: a worker's gradients of its experts are those of its whole group's tokens; they must be summed over the workers that have the
+same experts in other groups. Its gradients of all other parameters are those of its own tokens; they must be summed over all workers.
 
     a layer                     forward                         backward
     number of rows              all-to-all, the host reads it   -
@@ -45,18 +45,18 @@ KEY = "train.expert_parallel"
 
 @dataclass(eq=False)
 class ExpertSplit(ModelPart):
-    """A model whose experts are divided among the workers of a group, as this worker has it."""
+    """This worker's part of a model whose experts are divided among the workers of a group."""
 
     @property
     def names(self) -> frozenset[str]:
-        """The parameters that are cut: their gradients are those of the whole group's tokens."""
+        """Names of the parameters that are cut: their gradients are those of the whole group's tokens."""
         return frozenset(name for name, cut in self.table.cuts.items() if not cut.shared)
 
 
 @torch.no_grad()
 def split_experts(model: torch.nn.Module, ranks: Ranks, key: str = KEY) -> ExpertSplit:
     """Divide the experts of a whole model among the workers of a group. Call it before the optimizer is made. `key`: the setting that gives
-    their number, for messages."""
+    the number of workers, for messages."""
     assert not ranks.alone
     found = ExpertSplit(model, expert_table(model, ranks.size, key=key), ranks, shapes_of(model))
     hand_over(model, ExpertExchange(ranks), ranks.size)
@@ -65,7 +65,7 @@ def split_experts(model: torch.nn.Module, ranks: Ranks, key: str = KEY) -> Exper
 
 
 def hand_over(model: torch.nn.Module, runner: SplitExperts, size: int) -> None:
-    """Let `runner` run the experts of a model, of which each of `size` workers has as many as the others."""
+    """Have `runner` run the experts of a model, which are divided evenly among `size` workers."""
     for _, layer in stacked_adapters(model):
         layer.num_experts //= size
     for _, module in expert_modules(model):
@@ -74,8 +74,8 @@ def hand_over(model: torch.nn.Module, runner: SplitExperts, size: int) -> None:
 
 
 def expert_table(model: torch.nn.Module, size: int, *, key: str = KEY, remedy: str | None = None) -> SliceTable:
-    """How a whole model's parameters are cut: those of experts, with their adapters, by expert. Modules whose experts could not be found in
-    their parameters are refused. `key` and `remedy`: as in `slice_table`."""
+    """Return how a whole model's parameters are cut: experts and their adapters by expert. Refuses modules whose experts cannot be found in
+    their parameters. `key` and `remedy`: as in `slice_table`."""
     require_legal_experts(shape_of(model.config), size, key)  # type: ignore[arg-type]
     otherwise = REMEDY.format(remedy or key)
     cuts = {name: Cut.whole(len(parameter), size) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -103,7 +103,7 @@ def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def stacked_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of peft with adapters on stacked experts."""
+    """Yield peft's layers with adapters on stacked experts."""
     if any(".lora_" in name for name, _ in model.named_parameters()):
         yield from ((name, layer) for name, layer in lora.adapted(model) if has_interface(layer.get_base_layer()))
 
@@ -113,23 +113,23 @@ def stacked_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(eq=False)
 class ExpertExchange:
-    """Runs the experts of a layer with those of the other workers. Worker i has the i-th stretch of every layer's experts."""
+    """Runs the experts of a layer together with the other workers. Worker i has the i-th stretch of every layer's experts."""
 
     ranks: Ranks
-    waits: bool = field(default=True, init=False)  # the host reads how many rows go where, which no CUDA graph can hold
+    waits: bool = field(default=True, init=False)  # the host reads how many rows go where, so no CUDA graph can hold it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertExchange:
         return self  # a copy of the model uses the same group
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """`chosen` [T, k] counts the experts of all workers."""
+        """Run a layer's experts. `chosen` [T, k]: numbers of experts, counted over all workers."""
         if self.ranks.progress.dropped:
             return self._run_nothing(module, hidden_states, shares)
         return self._run_sent(module, hidden_states, chosen, shares)
 
     def _run_sent(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         size, experts = self.ranks.size, module.num_experts
-        home = Route.of(chosen, size * experts)  # in the order of experts, and so of workers
+        home = Route.of(chosen, size * experts)  # sorts rows by expert, and so by worker
         sent = torch.diff(home.ends, prepend=home.ends.new_zeros(1)).view(size, experts)
         received, out, back = self._announce(module, sent)
         rows = _Sent.apply(home.sort(hidden_states, chosen.shape[-1]), out, back, self.ranks, "rows")
@@ -137,7 +137,7 @@ class ExpertExchange:
         return weighted_sum(home.unsort(_Sent.apply(results, back, out, self.ranks, "results")), shares).to(hidden_states.dtype)
 
     def _run_nothing(self, module: Any, hidden_states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Zeros, with gradients of zero for all that `_run_sent` has gradients for. Experts compute nothing."""
+        """Return zeros, with zero gradients for everything that `_run_sent` has gradients for. Experts compute nothing."""
         none = hidden_states.new_zeros(self.ranks.size, module.num_experts, dtype=torch.int32)  # the type of `Route.ends`
         _, out, back = self._announce(module, none)
         rows = _SentNothing.apply(hidden_states, out, back, self.ranks, "rows")
@@ -145,9 +145,9 @@ class ExpertExchange:
         return weighted_sum(F.pad(results, (0, 0, 0, shares.numel())), shares).to(hidden_states.dtype)
 
     def _announce(self, module: Any, sent: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Tell each worker how many rows it gets for each of its experts [size, experts]. Returns how many come from each worker, and
-        the sums that go to each worker and come from it. A worker that has given the pass up keeps to what it told for this layer: others
-        expect the same where the layer is recomputed."""
+        """Tell each worker how many rows it gets for each of its experts [size, experts]. Returns how many come from each worker, and the
+        sums that go to each worker and come from it. A worker that has abandoned the pass repeats the numbers that it announced for this
+        layer, which others expect where the layer is recomputed."""
         progress = self.ranks.progress
         with progress.collective("announcement") as takes_part:
             if takes_part:
@@ -159,10 +159,10 @@ class ExpertExchange:
         return received, out, back
 
     def _run_own(self, module: Any, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Each row through its expert, which is one of this worker's. Rows come in the order of workers and experts, as many as `received`
-        [size, experts] counts."""
+        """Run each row through its expert, which is one of this worker's. Rows are in the order of workers and experts; `received` [size,
+        experts] counts them."""
         experts = module.num_experts
-        if not len(rows):  # torch's grouped product needs a row on CUDA: this one has no expert
+        if not len(rows):  # torch's grouped product needs a row on CUDA; this row belongs to no expert
             nothing = Route.of(received.new_full((1,), experts), experts, all_live=False)
             return run_sorted(module, F.pad(rows, (0, 0, 0, 1)), nothing)[:0]
         numbers = torch.arange(experts, device=rows.device).repeat(self.ranks.size)
@@ -172,20 +172,20 @@ class ExpertExchange:
 
 @dataclass(frozen=True, eq=False)
 class OwnExperts:
-    """Runs the experts that a member of a tensor-parallel group has, for the tokens of the whole group, which every member has. Results are
-    those of its experts alone: they are summed over members behind the layer, as those of all its other parts are."""
+    """Runs the experts of a member of a tensor-parallel group, for the tokens of the whole group, which every member has. Results cover
+    only its own experts: they are summed over members after the layer, like those of all its other parts."""
 
     rank: int
     waits: bool = field(default=False, init=False)
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """`chosen` [T, k] counts the experts of all members."""
+        """Run a layer's experts. `chosen` [T, k]: numbers of experts, counted over all members."""
         return weighted_sum(run_stretch(module, hidden_states, chosen, self.rank), shares).to(hidden_states.dtype)
 
 
 def run_stretch(module: Any, tokens: torch.Tensor, chosen: torch.Tensor, rank: int) -> torch.Tensor:
-    """The results [T * k, width] of the module's experts, which are the `rank`-th stretch of all; zeros for choices of others. The number
-    of rows that are computed does not depend on the choices, so that a CUDA graph can hold it."""
+    """Return the results [T * k, width] of the module's experts, which are the `rank`-th stretch of all; zeros where other experts were
+    chosen. The number of computed rows does not depend on the choices, so that a CUDA graph can hold it."""
     number = chosen.long() - rank * module.num_experts
     here = (number >= 0) & (number < module.num_experts)
     route = Route.of(torch.where(here, number, module.num_experts), module.num_experts, all_live=False)
@@ -193,7 +193,7 @@ def run_stretch(module: Any, tokens: torch.Tensor, chosen: torch.Tensor, rank: i
 
 
 class _Sent(torch.autograd.Function):
-    """Rows to other workers, as many as `out` says for each, and theirs to this one, as many as `back` says. Gradients go the other way."""
+    """Exchanges rows with other workers: sends `out` rows to each, and receives `back` rows from each. Gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks, what: str) -> torch.Tensor:
@@ -209,8 +209,8 @@ class _Sent(torch.autograd.Function):
 
 
 class _SentNothing(torch.autograd.Function):
-    """In place of `_Sent`: zeros go to other workers, as many rows as they expect, and what comes from them is dropped. The result has no
-    rows."""
+    """Replaces `_Sent` in an abandoned pass: sends as many rows of zeros as other workers expect, and drops the rows that it receives. The
+    result has no rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, out: Sequence[int], back: Sequence[int], ranks: Ranks, what: str) -> torch.Tensor:
@@ -225,7 +225,7 @@ class _SentNothing(torch.autograd.Function):
 
 
 def exchange_nothing(like: torch.Tensor, ranks: Ranks, counts: tuple[Sequence[int], Sequence[int]], what: str) -> torch.Tensor:
-    """No rows, after an exchange of zeros if this worker has not made it before."""
+    """Return no rows, after an exchange of zeros if this worker has not made the exchange before."""
     with ranks.progress.collective(what) as takes_part:
         if takes_part:
             exchange(like.new_zeros(sum(counts[0]), like.shape[1]), ranks, counts)

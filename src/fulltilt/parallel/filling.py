@@ -1,7 +1,7 @@
-"""Reading the parameters of a model from its files, of each only what this worker has.
+"""Reading a model's parameters from its files, only as far as this worker needs them.
 
-Enters: a model whose parameters are in files (model/stored.py), divided or shared out while it had no memory. Leaves: the same model with
-its parameters on its device. Guaranteed: numbers are those of the whole model, cut; beside them, memory is taken for one tensor's part at a
+Enters: a model whose parameters are in files (model/stored.py), divided or sharded while it had no memory. Leaves: the same model with its
+parameters on its device. Guaranteed: numbers are those of the whole model, cut; in addition, memory is taken for one tensor's part at a
 time; tied parameters stay tied; a number that is not finite is refused.
 """
 
@@ -23,7 +23,7 @@ from fulltilt.parallel.parts import ModelPart
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, part: ModelPart | None = None, shards: Shards | None = None) -> None:
-    """`part`: how the model was divided; `shards`: how it was shared out."""
+    """Read the parameters of a model. `part`: how the model was divided. `shards`: how it was sharded."""
     stored = stored_weights(model)
     if stored is None:
         return
@@ -53,8 +53,8 @@ def fill_parameter(stored: StoredWeights, name: str, own: torch.nn.Parameter, pa
 def stretches(
     target: torch.Tensor, shape: Sequence[int], dim: int, parts: Sequence[range], rows: range
 ) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Views of the memory of a parameter, and which numbers of the whole tensor belong there. `parts`: what a member has of the whole along
-    a dimension; `rows`: the rows of that which this worker has."""
+    """Yield views of a parameter's memory, each with the box of the whole tensor that belongs there. `parts`: the ranges that a member has
+    of the whole along `dim`. `rows`: the rows of the member's part that this worker has."""
     begin = 0
     for part in parts:
         box, end = list(everything(shape)), begin + len(part)
@@ -69,13 +69,13 @@ def stretches(
 
 
 def take_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Give every parameter without memory, or the shard that this worker has of it, memory on the device."""
+    """Allocate every parameter that has no memory, or this worker's shard of it, on the device."""
     tied: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, each in module.named_parameters(recurse=False):
             tied.setdefault(id(each), []).append((module, leaf))
     if any(map(is_shard, model.parameters())):
-        model._apply(lambda own: torch.empty_like(own, device=device) if own.is_meta else own)  # FSDP2 follows its parameters so
+        model._apply(lambda own: torch.empty_like(own, device=device) if own.is_meta else own)  # FSDP2 notices this way
         for (module, leaf), *others in tied.values():
             for other, name in others:
                 setattr(other, name, getattr(module, leaf))

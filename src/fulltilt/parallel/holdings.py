@@ -1,8 +1,8 @@
-"""What a worker holds of a model, predicted: parameters, gradients and optimizer, in bytes.
+"""Predicted bytes that a worker holds of a model: parameters, gradients and optimizer.
 
-Enters: the sizes of a model's parameters, and what workers share out. Leaves: `Holdings`. Guaranteed: arithmetic alone, without torch;
-equal to the bytes of the storages that a worker has in an update, padding included. `passing_bytes` is an estimate of what passes take in
-addition while parameters are gathered, `loading_bytes` one of what loading a model takes.
+Enters: the sizes of a model's parameters, and how workers shard them. Leaves: `Holdings`. Guaranteed: arithmetic alone, without torch;
+equal to the bytes of the storages that a worker has in an update, padding included. `passing_bytes` estimates the additional memory of
+passes while parameters are gathered, `loading_bytes` the memory that loading a model takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Holdings:
 
 @cache
 def held_bytes(sizes: Sizes, sharding: Sharding, rank: int = 0) -> Holdings:
-    """`rank`: the worker; others differ only by what does not divide evenly. Sizes of experts that are divided are those of its own."""
+    """Return the bytes that a worker holds. `rank`: the worker; others differ only by what does not divide evenly. Sizes of divided experts
+    are those of the worker's own."""
     if sharding.experts > 1:
         common, own = (tuple(each for each in sizes if each.apart is apart) for apart in (False, True))
         size, of_worker = sharding.workers // sharding.experts, of_shards if sharding.parameters else of_whole
@@ -45,9 +46,9 @@ def held_bytes(sizes: Sizes, sharding: Sharding, rank: int = 0) -> Holdings:
 
 
 def of_whole(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
-    """Every worker has all parameters and accumulators, and the states of its stretch. Accumulators of one type are one memory, and so are
-    parameters that several workers exchange. Numbers that are their own masters have gradients of autograd's own, which several workers
-    copy into an accumulator."""
+    """Return a worker's bytes where parameters are whole: all parameters and accumulators, and the states of its stretch. Accumulators of
+    one type share one memory, and so do parameters that several workers exchange. Numbers that are their own masters have autograd's own
+    gradients, which several workers copy into an accumulator."""
     several, layouts = sharding.workers > 1, lay_out_sizes(sizes, sharding.workers)
     parameters = sum(own.bytes for own in sizes if not (own.learns and several))
     gradients, states = 0, list[tuple[int, bool]]()
@@ -61,7 +62,8 @@ def of_whole(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
 
 
 def of_shards(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
-    """Every worker has some rows of each parameter, as many as the first of its group, which are their own masters where they learn."""
+    """Return a worker's bytes where parameters are sharded: some rows of each parameter, as many as the first worker of its group has,
+    which are their own masters where they learn."""
     layout = lay_out_rows(sizes, sharding.group)
     parameters = shard_bytes(sizes, sharding.group)
     gradients = sum(layout.width(str(place)) * own.wide for place, own in learning(sizes))
@@ -70,7 +72,8 @@ def of_shards(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
 
 
 def state_bytes(states: Iterable[tuple[int, bool]]) -> int:
-    """Bytes of two moments for each parameter's part of so many bytes, and of a master where it has one."""
+    """Return the bytes of optimizer states. `states`: for each parameter, the bytes of its part, and whether it has a master besides its
+    two moments."""
     return sum(padded(count, STATE_ALIGN) * (MOMENTS + master) for count, master in states)
 
 
@@ -80,25 +83,28 @@ def length(numbers: slice) -> int:
 
 @cache
 def twin_bytes(sizes: Sizes, sharding: Sharding) -> int:
-    """The whole model that a rollout engine reads where parameters are shared out, and the buffer that its new values come through."""
+    """Return the bytes of the whole model that a rollout engine reads where parameters are sharded, and of the buffer for its new
+    values."""
     return sum(own.bytes for own in sizes) + bucket_bytes(sizes, sharding)
 
 
 def rollout_bytes(sizes: Sizes, sharding: Sharding) -> int:
-    """What a rollout engine needs beside what learns: nothing where all parameters are whole, else a model with all of them."""
+    """Return what a rollout engine needs beside the model that learns: nothing where all parameters are whole, else a model with all of
+    them."""
     if sharding.experts > 1:
         return sum(own.bytes * (sharding.experts if own.divided else 1) for own in sizes) + bucket_bytes(sizes, sharding, sharding.experts)
     return twin_bytes(sizes, sharding) if sharding.parameters else 0
 
 
 def bucket_bytes(sizes: Sizes, sharding: Sharding, parts: int = 1) -> int:
-    """The buffer through which a rollout engine's model gets new values; 0: no number comes from another worker. `parts`: those of each
-    parameter that is cut, which the model needs in another way; 1: it needs what this worker has a part of."""
+    """Return the bytes of the buffer through which a rollout engine's model gets new values; 0 if no number comes from another worker.
+    `parts`: into how many parts a cut parameter is divided which the model needs otherwise; 1: it needs this worker's part."""
     return max((layout.bucket_bytes(itemsize) for layout, itemsize in gathered_layouts(sizes, sharding, parts)), default=0)
 
 
 def gathered_layouts(sizes: Sizes, sharding: Sharding, parts: int = 1) -> list[tuple[RowLayout, int]]:
-    """How parameters that learn, those of a kind together, are gathered for a rollout engine's model, and the bytes of a number."""
+    """Return how parameters that learn, grouped by kind, are gathered for a rollout engine's model, each layout with the bytes of a
+    number."""
     found = []
     for kind in dict.fromkeys((own.itemsize, own.divided and parts > 1, own.apart) for _, own in learning(sizes)):
         itemsize, cut, apart = kind
@@ -112,9 +118,9 @@ def gathered_layouts(sizes: Sizes, sharding: Sharding, parts: int = 1) -> list[t
 
 @cache
 def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
-    """About the bytes that a forward and backward pass takes for whole parameters of `itemsize` bytes a number, where they are shared out:
-    those outside the layers, two layers (all of them where they are not given back), and of the largest unit the buffer that it is gathered
-    through, or its gradients and the buffer that they are summed in."""
+    """Estimate the bytes that a forward and backward pass takes for whole parameters of `itemsize` bytes a number, where parameters are
+    sharded: those outside the layers, two layers (all layers if they are not freed), and for the largest unit the buffer for gathering it,
+    or its gradients and the buffer for summing them."""
     if not sharding.parameters:
         return 0
     units = unit_counts(sizes)
@@ -127,12 +133,12 @@ def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
 
 @cache
 def loading_bytes(sizes: Sizes, sharding: Sharding, itemsize: int, *, fused: bool, stays: bool) -> int:
-    """About the most bytes that a model takes while it is loaded, where parameters are shared out. `stays`: whether a rollout engine keeps
-    its parameters beside the shards: then they are loaded before it is shared out. Otherwise each worker reads its rows alone.
+    """Estimate the most bytes that a model takes while it is loaded, where parameters are sharded. `stays`: whether a rollout engine keeps
+    the model's parameters beside the shards: then they are loaded before it is sharded. Otherwise each worker reads only its rows.
 
     Comparing fused layers takes two sets of gradients of two layers; where the model has no parameters yet, also two layers that stand for
-    it. Verifying a model that is shared out takes what a pass without gradients does. A unit that is shared out has its shards and its
-    whole parameters, those that learn as wide as their shards.
+    it. Verifying a sharded model takes as much as a pass without gradients. A sharded unit has its shards and its whole parameters, those
+    that learn as wide as their shards.
     """
     whole, units, shards = sum(own.bytes for own in sizes), units_of(sizes), 0
     of_layers = [sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if fused and layer is not None]
@@ -151,19 +157,19 @@ def loading_bytes(sizes: Sizes, sharding: Sharding, itemsize: int, *, fused: boo
 
 
 def shard_bytes(sizes: Sizes, group: int) -> int:
-    """Bytes of a worker's rows, those that learn as wide as their masters."""
+    """Return the bytes of a worker's rows; rows that learn are as wide as their masters."""
     layout = lay_out_rows(sizes, group)
     return sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(sizes))
 
 
 def units_of(sizes: Sizes) -> list[tuple[int | None, Sizes]]:
-    """The parameters of each layer, and last those outside the layers, in the order in which they are shared out."""
+    """Return the parameters of each layer, and last those outside the layers, in the order in which they are sharded."""
     layers = sorted({own.layer for own in sizes if own.layer is not None})
     return [(layer, tuple(own for own in sizes if own.layer == layer)) for layer in (*layers, None)]
 
 
 def unit_counts(sizes: Iterable[ParameterSize]) -> dict[int | None, tuple[int, int]]:
-    """Numbers of each layer, and None: outside the layers; and how many of them learn."""
+    """Return, for each layer and for None (outside the layers), how many numbers it has and how many of them learn."""
     found: dict[int | None, tuple[int, int]] = {}
     for own in sizes:
         count, learned = found.get(own.layer, (0, 0))

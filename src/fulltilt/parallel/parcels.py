@@ -1,8 +1,8 @@
-"""Parcels between all workers of a run, through main memory, and what is in them: rows, numbers for their tokens, or a few plain numbers.
+"""Parcels between all workers of a run, through main memory, and their contents: rows, numbers for tokens, or a few plain numbers.
 
-Enters: one parcel of bytes for each worker. Leaves: one from each. Guaranteed: nothing passes through the driver; the bytes that this
-worker sends are counted in `moved`; however large the parcels are, `carried` grows while they are on their way, with every piece. All
-workers must call at the same time. The size of a parcel depends on the number of rows and their tokens alone (`traffic` predicts it).
+Enters: one parcel of bytes for each worker. Leaves: one parcel from each worker. Guaranteed: nothing passes through the driver; the bytes
+that this worker sends are counted in `moved`; however large the parcels are, `carried` grows while they are on their way, with every piece.
+All workers must call at the same time. The size of a parcel depends on the number of rows and their tokens alone (`traffic` predicts it).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch.distributed as dist
 from fulltilt.parallel.entries import COUNT, KIND, NUMBERS_ENTRY, ROW_ENTRY
 from fulltilt.records import PER_TOKEN_FIELDS, Row
 
-ROUND_BYTES = 2**28  # that a worker sends to all others before it looks what has arrived; a slow network takes seconds for them
+ROUND_BYTES = 2**28  # bytes that a worker sends to all others before it waits for theirs; a slow network takes seconds for them
 
 
 @dataclass(eq=False)
 class Parcels:
-    rank: int  # this worker's among all of the run
+    rank: int  # this worker's rank in the run
     size: int
     group: dist.ProcessGroup  # a gloo group
     moved: Counter[str] = field(default_factory=Counter)
-    carried: int = 0  # pieces of parcels that have gone to other workers or have come from them
+    carried: int = 0  # number of pieces of parcels exchanged with other workers
 
     def swap(self, parcels: Sequence[bytes]) -> list[memoryview]:
-        """Send a parcel to each worker, in order of rank. None may be empty."""
+        """Send a parcel to each worker, in order of rank, and return those received. None may be empty."""
         sent = torch.tensor([len(parcel) for parcel in parcels])
         received = torch.empty_like(sent)
         outgoing = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
@@ -44,7 +44,8 @@ class Parcels:
         return [incoming.numpy().data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def _exchange_pieces(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """Pieces go from worker to worker, and not in a collective: only the two that exchange a parcel know how many pieces it has."""
+        """Send pieces from worker to worker, not in a collective: only the two workers that exchange a parcel know how many pieces it
+        has."""
         incoming[self.rank].copy_(outgoing[self.rank])
         piece, others = max(1, ROUND_BYTES // self.size), [other for other in range(self.size) if other != self.rank]
         sent, received = ({other: parcels[other].split(piece) for other in others} for parcels in (outgoing, incoming))
@@ -58,7 +59,7 @@ class Parcels:
 
 
 def pack_rows(rows: Sequence[tuple[int, Row]]) -> bytes:
-    """Rows, each with a number of the caller's, without their token rewards."""
+    """Pack rows, each with a number of the caller's, without their token rewards."""
     table, parts = np.zeros(len(rows), ROW_ENTRY), list[np.ndarray]()
     for place, (index, row) in enumerate(rows):
         fields = [getattr(row, name) for name in PER_TOKEN_FIELDS]
@@ -80,7 +81,7 @@ def unpack_rows(parcel: memoryview) -> list[tuple[int, Row]]:
 
 
 def pack_numbers(numbers: Sequence[tuple[int, np.ndarray]]) -> bytes:
-    """One number for each token of some rows, each row with a number of the caller's."""
+    """Pack one number for each token of some rows, each row with a number of the caller's."""
     table = np.array([(index, len(own)) for index, own in numbers], NUMBERS_ENTRY)
     return joined(table, [own.astype("f4") for _, own in numbers])
 
@@ -95,7 +96,7 @@ def joined(table: np.ndarray, parts: Sequence[np.ndarray]) -> bytes:
 
 
 def opened(parcel: memoryview, entry: np.dtype[Any]) -> tuple[np.ndarray, Callable[[str, int], np.ndarray]]:
-    """The table at the beginning of a parcel, and a function that takes the next so many numbers of a type from behind it."""
+    """Return the table at the beginning of a parcel, and a function that reads the next numbers of a given type and count after it."""
     (count,) = np.frombuffer(parcel, np.int64, 1)
     table, place = np.frombuffer(parcel, entry, count, COUNT), COUNT + count * entry.itemsize
 

@@ -1,4 +1,4 @@
-"""A model of which every worker of a group holds a part: what tensor and expert parallelism have in common.
+"""A model divided among the workers of a group: code that tensor and expert parallelism have in common.
 
 Enters: a model whose parameters were cut as a table says. Leaves: `ModelPart`, whole parameters in main memory for an export, and
 copies for a rollout engine, whole or divided in any other way (`RolloutCopy`). Guaranteed: every parameter keeps its name; the parameters
@@ -25,16 +25,17 @@ from fulltilt.parallel.slices import SliceTable, join
 
 @dataclass(eq=False)
 class ModelPart:
-    """This worker's part of a model. This class: what several hold, all have in common, as plain data parallelism has."""
+    """This worker's part of a model. This base class leaves the gradients of numbers that several workers hold to the sums of data
+    parallelism."""
 
     model: torch.nn.Module
     table: SliceTable
-    ranks: Ranks  # the workers that hold all parts
+    ranks: Ranks  # the workers that together hold all parts
     whole: Mapping[str, tuple[int, ...]]  # the shapes of the whole parameters
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of this worker's parts."""
+        """Shapes of this worker's parts."""
         return {name: self.table.cuts[name].shape(shape, self.ranks.rank) for name, shape in self.whole.items()}
 
     @property
@@ -42,22 +43,23 @@ class ModelPart:
         return next(self.model.parameters()).device
 
     def is_whole(self, name: str) -> bool:
-        """Whether every worker holds all of a parameter."""
+        """Return whether every worker holds all of a parameter."""
         return self.shapes[name] == self.whole[name]
 
     def cut(self, name: str) -> CutTensor:
         return CutTensor(self.table.cuts[name], self.whole[name], self.ranks.size)
 
     def saved_as(self, name: str) -> str | None:
-        """What follows the name of a tensor in a checkpoint if it is one part of several; None: another worker saves the same."""
+        """Return the suffix of a tensor's name in a checkpoint, to tell parts from one another; None if another worker saves the same
+        tensor."""
         return "" if self.is_whole(name) else f"#{self.ranks.rank}"
 
     def sum_shared(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> None:
-        """Make gradients whole, in place, of numbers that several workers hold and find a part of."""
+        """Sum gradients in place, where several workers hold the same numbers and each finds a part of the gradient."""
 
     def norm(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> torch.Tensor:
-        """This worker's part of a norm over all workers, which counts every number once, however many hold it. `own`: the range of the
-        numbers of this worker's part of each parameter that the gradients are of, flat; None: all."""
+        """Return this worker's part of a norm over all workers, which counts every number once, however many hold it. `own`: for each
+        parameter, the range of this worker's numbers that the gradients belong to, flat; None: all."""
         given = list(gradients.values())
         return torch.nn.utils.get_total_norm(given) if given else torch.zeros((), device=self.device)
 
@@ -67,7 +69,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None:
-    """Replace every parameter that is cut by this worker's part. A tied one stays tied."""
+    """Replace every parameter that is cut by this worker's part of it. A tied parameter stays tied."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for leaf, whole in list(module.named_parameters(recurse=False)):
@@ -84,7 +86,7 @@ def cut_parameters(model: torch.nn.Module, table: SliceTable, rank: int) -> None
 
 @torch.no_grad()
 def gather_whole(part: ModelPart, name: str, own: torch.Tensor, *, wanted: bool = True) -> torch.Tensor | None:
-    """A whole parameter from the parts of all workers; None where it is not wanted. Parts in main memory pass through the device, which the
+    """Return a whole parameter from the parts of all workers; None if not `wanted`. Parts in main memory pass through the device, which the
     workers' collectives need."""
     ranks, cut = part.ranks, part.table.cuts[name]
     shapes = [cut.shape(part.whole[name], rank) for rank in range(ranks.size)]
@@ -98,8 +100,8 @@ def gather_whole(part: ModelPart, name: str, own: torch.Tensor, *, wanted: bool 
 
 @torch.no_grad()
 def join_on_first(part: ModelPart, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Whole parameters in main memory on the first worker, from the parts of all; None on the others. All must call it with the parts of
-    the same parameters."""
+    """Return whole parameters in main memory on the first worker, from the parts of all; None on the others. All workers must call this
+    with the parts of the same parameters."""
     first, found = part.ranks.rank == 0, dict[str, torch.Tensor]()
     for name, own in parts.items():
         whole = own if part.is_whole(name) else gather_whole(part, name, own, wanted=first)
@@ -109,21 +111,21 @@ def join_on_first(part: ModelPart, parts: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class RolloutCopy:
-    """A model for a rollout engine beside one that learns and is divided in another way: it has memory of its own. New values come in
-    buckets of bounded size, each of which has numbers of several parameters."""
+    """A rollout engine's model with its own memory, beside a model that learns and is divided in another way. New values come in buckets of
+    bounded size, each with numbers of several parameters."""
 
     def __init__(self, model: torch.nn.Module, target: ModelPart | None) -> None:
-        """`target`: the part of `model` that this worker has; None: it is whole."""
+        """`target`: the part of `model` that this worker has; None: the model is whole."""
         self.model, self.target = model, target
         self._latest: Callable[[], int] = lambda: 0
         self._exchanges: list[Exchange] = []
-        self._copies: Copies = []  # for parameters that every worker has whole
+        self._copies: Copies = []  # copies of parameters that every worker has whole
         self.bucket = torch.zeros(0, dtype=torch.uint8)
         self.version = 0
 
     def follow(self, source: torch.nn.Module, part: ModelPart | None, shards: Shards | None, latest: Callable[[], int]) -> None:
-        """Name what learns: a model that may be a part, and may be shared out. Its parameters must stay where they are. `latest` counts how
-        often it has changed."""
+        """Set the model that learns, which may be a part and may be sharded. Its parameters must keep their addresses. `latest`: returns
+        how often the model has changed."""
         self._latest, self.version = latest, -1
         targets, device = dict(self.model.named_parameters()), next(self.model.parameters()).device
         learning = {name: own for name, own in source.named_parameters() if own.requires_grad}
@@ -157,7 +159,7 @@ class RolloutCopy:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Get the latest values, unless it has them."""
+        """Get the latest values, unless the model already has them."""
         if self.current:
             return
         copy_all(self._copies)

@@ -1,4 +1,4 @@
-"""A worker's part of every parameter of a model that is not loaded, from the model's shape.
+"""Sizes of a worker's part of every parameter, from a model's shape, without loading the model.
 
 Enters: a shape of a known family, its adapters, and how workers divide the layers or the experts. Leaves: the sizes of the first worker's
 parts, which are the largest: the last one may have fewer rows of a vocabulary. Guaranteed: arithmetic alone, without torch; parameter by
@@ -22,11 +22,11 @@ COLUMNS, ROUTER, STACKS = ("o_proj", "down_proj"), "shared_expert_gate", "mlp.ex
 
 @dataclass(frozen=True)
 class Adapters:
-    """The low-rank adapters of a model, as [lora] has them. Example: Adapters(16, "all-linear")"""
+    """The settings of a model's low-rank adapters, as in [lora]. Example: Adapters(16, "all-linear")"""
 
     rank: int
-    targets: tuple[str, ...] | Literal["all-linear"]  # ends of the names of linear layers
-    stacked: tuple[str, ...] = ()  # ends of the names of stacked experts
+    targets: tuple[str, ...] | Literal["all-linear"]  # endings of the names of linear layers
+    stacked: tuple[str, ...] = ()  # endings of the names of stacked experts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CutParameter:
 def portion_sizes(
     shape: Shape, division: LayerDivision, itemsize: int, *, learns: bool, adapters: Adapters | None = None, vocabulary_head: bool = True
 ) -> Sizes:
-    """The sizes of the first worker's parts, those that learn first. `adapters`: they alone learn, and the head of a critic with them.
+    """Return the sizes of the first worker's parts, learning ones first. `adapters`: if given, only they learn, and a critic's head.
     `vocabulary_head`: False for a critic or reward model, which has a score instead."""
     found = []
     for own in cut_parameters_of(shape, division, adapters, vocabulary_head=vocabulary_head):
@@ -56,7 +56,7 @@ def portion_sizes(
 
 
 def cut_parameters_of(shape: Shape, division: LayerDivision, adapters: Adapters | None, *, vocabulary_head: bool) -> Iterator[CutParameter]:
-    """Every parameter of a model, with how it is cut among the members of a group, or among workers that divide experts."""
+    """Yield every parameter of a model, with how it is cut among the members of a group, or among workers that divide experts."""
     family, size = shape.known_family(), division.members * division.experts
 
     def whole(*numbers: int, layer: int | None = None, scores: bool = False) -> CutParameter:
@@ -88,8 +88,8 @@ def cut_parameters_of(shape: Shape, division: LayerDivision, adapters: Adapters 
 def matrices(
     layer: DecoderLayer, index: int, products: Iterable[tuple[str, tuple[int, int, int]]], division: LayerDivision, family: ModelFamily
 ) -> Iterator[CutParameter]:
-    """Products of a layer (`Shape.products`), each with its bias. The bias of a layer that is cut by columns is added once, and every
-    member has it; experts have none."""
+    """Yield the products of a layer (`Shape.products`), each with its bias. Every member has the bias of a layer that is cut by columns,
+    and it is added once; experts have none."""
     for name, (inner, outer, copies) in products:
         stacked = name.startswith(STACKS)
         numbers = (copies, outer, inner) if stacked else (outer, inner)
@@ -101,7 +101,7 @@ def matrices(
 
 
 def weight_cut(layer: DecoderLayer, name: str, whole: tuple[int, ...], division: LayerDivision) -> Cut:
-    """How a matrix of a layer is cut, or a stack of them, whose first dimension counts experts."""
+    """Return how a layer's matrix is cut, or a stack of matrices whose first dimension counts experts."""
     size = division.members * division.experts
     if name.startswith(STACKS):
         if division.experts > 1 or division.whole_experts:
@@ -118,8 +118,9 @@ def weight_cut(layer: DecoderLayer, name: str, whole: tuple[int, ...], division:
 
 
 def adapter_parameters(shape: Shape, division: LayerDivision, adapters: Adapters) -> Iterator[CutParameter]:
-    """A layer cut by rows has its rows of B, and all of A; one cut by columns has its columns of A, and all of B. Those of whole experts go
-    with their experts: peft numbers the ranks of all experts, expert by expert in A, and rank by rank in B."""
+    """Yield the parameters of adapters. A layer cut by rows has its rows of B, and all of A; one cut by columns has its columns of A, and
+    all of B. Adapters of whole experts go with their experts: peft numbers the ranks of all experts, expert by expert in A, and rank by
+    rank in B."""
     size = division.members * division.experts
     for place, name, (inner, outer, copies) in shape.adapted(adapters.targets, adapters.stacked):
         stacked, ranks = name.startswith(STACKS), adapters.rank * copies

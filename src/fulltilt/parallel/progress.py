@@ -1,15 +1,15 @@
-"""How far a worker has come in passes that all workers make at the same time, so that one that gives a pass up keeps no other waiting.
+"""Progress of a worker in passes that all workers make at the same time, so that a worker that abandons a pass keeps no other waiting.
 
-Every pass through a model that is shared out (parallel/apply.py) makes the same collectives in the same order, however many tokens it has.
-So a worker that runs out of memory in the middle of one makes another over a filler of two tokens, in which it leaves out the collectives
-that it has made already, and takes part in the others. What the workers compute from them means nothing, and all of them drop it.
+Every pass through a sharded model (parallel/apply.py) makes the same collectives in the same order, however many tokens it has. So a worker
+that runs out of memory in the middle of a pass makes another pass over a filler of two tokens, in which it leaves out the collectives that
+it has already made, and takes part in the others. What the workers compute from them is meaningless, and all of them drop it.
 
 Where workers compute a micro-batch together, their collectives are as large as the micro-batch: there the worker sends zeros in place of
-what it has for its filler, for as many tokens as the others expect. Where workers tell one another how many rows they will send, a worker
-that has told it keeps to that, with rows of zeros.
+its filler's numbers, for as many tokens as the others expect. Where workers announce how many rows they will send, the worker keeps to its
+announcement, with rows of zeros.
 
-Enters: where passes and collectives begin. Leaves: which collectives a worker takes part in. Guaranteed: in every pass each collective is
-made once, whether the pass was given up or not. No tensor is seen here.
+Enters: the beginnings of passes and collectives. Leaves: which collectives a worker takes part in. Guaranteed: in every pass each
+collective is made once, whether the pass was abandoned or not. No tensor is seen here.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Given = TypeVar("Given")  # a micro-batch
 
 @dataclass(eq=False)
 class PassProgress:
-    """Counts the collectives of the pass that is being made, by what they exchange.
+    """Counts the collectives of the current pass, by kind.
 
-    Example: a pass that was given up had made "gather 0" and "gather 1". The one that completes it leaves these two out and makes
-    "gather 2", "reduce 2", "reduce 1" and "reduce 0".
+    Example: an abandoned pass had made "gather 0" and "gather 1". The pass that completes it leaves these two out and makes "gather 2",
+    "reduce 2", "reduce 1" and "reduce 0".
     """
 
-    begun: int = 0  # passes, without those that complete one that was given up
-    in_doubt: bool = False  # whether a collective has failed: nobody knows whether the other workers have what they need of it
-    made: Counter[Hashable] = field(default_factory=Counter)  # collectives of the pass that began last
-    dropped: bool = False  # whether this worker has given a pass up: what it computes until the last pass is dropped
-    told: dict[Hashable, Any] = field(default_factory=dict)  # what workers have told one another in the pass that began last, by where
+    begun: int = 0  # passes, not counting those that complete an abandoned one
+    in_doubt: bool = False  # whether a collective has failed, so that nobody knows whether the other workers have its results
+    made: Counter[Hashable] = field(default_factory=Counter)  # collectives of the latest pass
+    dropped: bool = False  # whether this worker has abandoned a pass: its results until the last pass are dropped
+    told: dict[Hashable, Any] = field(default_factory=dict)  # what workers have announced in the latest pass, by place
     tokens: int | None = None  # the size of this worker's part of the micro-batch that a filler stands for; None: no filler
-    _left_out: Counter[Hashable] | None = None  # collectives that the completing pass leaves out; None: there is no such pass
+    _left_out: Counter[Hashable] | None = None  # collectives that the completing pass leaves out; None: no such pass is running
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         if self._left_out is None:
             self.begun += 1
             self.made.clear()
@@ -49,7 +49,7 @@ class PassProgress:
 
     @contextlib.contextmanager
     def collective(self, what: Hashable) -> Iterator[bool]:
-        """Encloses a collective. Whether to take part: not if this worker did before it gave the pass up."""
+        """Enclose a collective. Yields whether to take part: not if this worker did so before it abandoned the pass."""
         if self._left_out is not None and self._left_out[what]:
             self._left_out[what] -= 1
             yield False
@@ -59,14 +59,14 @@ class PassProgress:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Encloses what may end with an error when some workers have what they need and others do not."""
-        self.in_doubt = True  # until it has returned
+        """Enclose an operation whose failure may leave some workers with its results and others without."""
+        self.in_doubt = True  # until the operation has returned
         yield
         self.in_doubt = False
 
     @contextlib.contextmanager
     def standing_in(self, tokens: int) -> Iterator[None]:
-        """Encloses a pass over a filler in place of a micro-batch, of which this worker's part has so many tokens."""
+        """Enclose a pass over a filler in place of a micro-batch. `tokens`: the size of this worker's part of the micro-batch."""
         self.tokens = tokens
         try:
             yield
@@ -75,7 +75,7 @@ class PassProgress:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Encloses a pass that completes the last one."""
+        """Enclose a pass that completes the last one."""
         self._left_out = Counter(self.made)
         try:
             yield
@@ -84,26 +84,26 @@ class PassProgress:
 
 
 class GathersInPasses(Protocol):
-    """A model whose parameters are shared out (`Shards`)."""
+    """A model whose parameters are sharded (`Shards`)."""
 
     @property
     def may_give_up(self) -> bool:
-        """Whether a pass can be completed in which this worker ran out of memory."""
+        """Whether a pass in which this worker ran out of memory can be completed."""
 
     def completing(self) -> AbstractContextManager[None]:
-        """Encloses a pass that completes the last one."""
+        """Enclose a pass that completes the last one."""
 
 
 class JointPasses(Generic[Given]):
-    """The passes of a mini-batch, or of a phase without gradient, which other workers make at the same time: all, where parameters are
-    shared out, or those that compute micro-batches together. A worker that gives one up makes all that are left of them over fillers, so
-    that the others come to their end. Elsewhere there are none."""
+    """The passes of a mini-batch, or of a phase without gradient, which other workers make at the same time: all workers, where parameters
+    are sharded, or those that compute micro-batches together; elsewhere there are no such passes. A worker that abandons a pass makes the
+    remaining ones over fillers, so that the others can finish."""
 
     def __init__(
         self, progress: PassProgress, models: Sequence[GathersInPasses], agreed: int, micro_batches: Sequence[Given], *, together: bool
     ) -> None:
-        """`models`: the model, where it is shared out. `agreed`: how many passes all workers make at least. `micro_batches`: those of this
-        worker, which it computes `together` with others."""
+        """`models`: the model, if it is sharded. `agreed`: the least number of passes that all workers make. `micro_batches`: this
+        worker's, which it computes `together` with others."""
         self.agreed, self._given = agreed, [*micro_batches] if together else []
         self._progress, self._models, self._before = progress, models, progress.begun
 
@@ -112,14 +112,14 @@ class JointPasses(Generic[Given]):
         return not self._progress.in_doubt and all(model.may_give_up for model in self._models)
 
     def complete(self, make_pass: Callable[[Given | None], object]) -> Iterator[None]:
-        """Make what is left of them, with a stop after every pass. `make_pass`: makes one of the same kind over a filler, in place of the
-        micro-batch that is given, where other workers compute it too."""
+        """Make the remaining passes, and yield after every one. `make_pass`: makes such a pass over a filler, in place of the given
+        micro-batch if other workers compute that too."""
         passes = [*self._given, *[None] * (self.agreed - len(self._given))]
         begun, self._progress.dropped = self._progress.begun - self._before, True
         try:
             if passes and begun:
                 with contextlib.ExitStack() as stack:
-                    for model in self._models:  # first, since it knows of more collectives to leave out
+                    for model in self._models:  # first, since it has more collectives to leave out
                         stack.enter_context(model.completing())
                     stack.enter_context(self._progress.completing())
                     make_pass(passes[begun - 1])

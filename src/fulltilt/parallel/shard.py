@@ -1,6 +1,6 @@
-"""Which numbers of a model's parameters belong to which worker, and the memory in which they lie.
+"""The division of a model's parameters among workers, and the memory that they lie in.
 
-Enters: parameters, and how many workers share them out. Leaves: for each type of number, a `Layout`: one memory with all parameters of that
+Enters: parameters, and how many workers divide them. Leaves: for each type of number, a `Layout`: one memory with all parameters of that
 type one after another, cut into as many equal stretches as there are workers. Guaranteed: every number belongs to exactly one worker;
 parameters that are neighbours in their own memory, such as layers that run as one product, are neighbours here too; the layout depends on
 the parameters alone and, except for padding at its end, not on the number of workers.
@@ -25,8 +25,8 @@ def lay_out(parameters: Mapping[str, torch.Tensor], workers: int) -> dict[torch.
 
 
 def neighbours(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Parameters that follow one another in one storage without a gap, in runs, in the order of the first of each storage. All workers
-    find the same runs: addresses of different storages are never compared."""
+    """Find runs of parameters that follow one another in one storage without a gap, in the order of each storage's first parameter. All
+    workers find the same runs: addresses of different storages are never compared."""
     storages: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         storages.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
@@ -45,7 +45,7 @@ def neighbours(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 @torch.no_grad()
 def move_into(layout: Layout, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
-    """Move parameters into one memory as the layout says, each the same parameter as before. Call it before anything keeps an address."""
+    """Move parameters into one memory as the layout says; each stays the same parameter. Call it before anything keeps an address."""
     sample = parameters[next(iter(layout.places))]
     memory = torch.zeros(layout.total, dtype=sample.dtype, device=sample.device)
     for name, place in layout.places.items():

@@ -1,8 +1,8 @@
-"""The table of slices of a model under tensor parallelism: how each parameter is cut, found in the structure of the model's modules.
+"""The cuts of a model's parameters under tensor parallelism, found in the structure of its modules.
 
 Enters: a whole Hugging Face model, or a critic or reward model, with its adapters. Leaves: a `SliceTable`, which takes a member's part of a
-whole tensor, puts parts together again, and joins gradients. Guaranteed: taking parts and assembling them are each other's inverse; a
-module that is not known to compute right in parts is refused by name.
+whole tensor, puts parts together again, and joins gradients. Guaranteed: assembling is the inverse of taking parts; a module that is not
+known to compute correctly in parts is refused by name.
 
     queries, keys, values, gate, up    rows; of heads, keys and values duplicated where there are fewer heads than members
     the projections behind them        columns; their biases are whole
@@ -32,37 +32,38 @@ KEY = "train.tensor_parallel"
 REMEDY = "Set {} = 1, or use a model of another architecture"
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"), ("o_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-ROUTERS = ("gate", "shared_expert_gate")  # they choose experts for all tokens on every member
+ROUTERS = ("gate", "shared_expert_gate")  # choose experts for all tokens on every member
 
 
 @dataclass(frozen=True)
 class SliceTable:
-    """How every parameter of a model is cut, by name: for loading, for gathering whole tensors, and for their gradients."""
+    """The cuts of a model's parameters, by name: for loading, for gathering whole tensors, and for their gradients."""
 
     size: int
     cuts: Mapping[str, Cut]
 
     def local_slice(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A member's part of a whole tensor: a view where it is one stretch."""
+        """Return a member's part of a whole tensor; a view, if the part is one stretch."""
         return take_part(self.cuts[name], whole, rank)
 
     def assemble(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from the parts of all members; copies are the same."""
+        """Return the whole tensor from the parts of all members; copies must be equal."""
         return join(self.cuts[name], parts)
 
     def join_gradients(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole gradient from what all members have found before `sum_shared`."""
+        """Return the whole gradient from those that all members have before `sum_shared`."""
         return join(self.cuts[name], parts, add=True)
 
 
 def take_part(cut: Cut, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """A member's part of a whole tensor: a view where it is one stretch."""
+    """Return a member's part of a whole tensor; a view, if the part is one stretch."""
     found = [whole.narrow(cut.dim, part.start, len(part)) for part in cut.parts(rank)]
     return found[0] if len(found) == 1 else torch.cat(found, cut.dim)
 
 
 def join(cut: Cut, parts: Sequence[torch.Tensor], *, add: bool = False) -> torch.Tensor:
-    """The whole tensor from the parts of all members. `add`: what several hold is summed; otherwise it is the same."""
+    """Return the whole tensor from the parts of all members. `add`: whether to sum numbers that several members hold; otherwise they are
+    equal."""
     shape = list(parts[0].shape)
     shape[cut.dim] = cut.length
     whole = parts[0].new_zeros(shape)
@@ -75,8 +76,9 @@ def join(cut: Cut, parts: Sequence[torch.Tensor], *, add: bool = False) -> torch
 
 
 def slice_table(model: torch.nn.Module, size: int, *, whole_experts: bool = False, key: str = KEY, remedy: str | None = None) -> SliceTable:
-    """The table of a whole model, with its adapters. `whole_experts`: each member has some of the experts, and not a part of every one.
-    `key`: the setting that gives the size, for messages. `remedy`: the setting that leaves this model whole, if it is another one."""
+    """Return the table of a whole model, with its adapters. `whole_experts`: whether each member has some whole experts, rather than a part
+    of every expert. `key`: the setting that gives the size, for messages. `remedy`: the setting that leaves this model whole, if it is
+    another one."""
     shape = shape_of(model.config)  # type: ignore[arg-type]
     require_legal(shape, size, key, whole_experts=whole_experts)
     if whole_experts and expert_counts(shape):
@@ -96,7 +98,7 @@ def slice_table(model: torch.nn.Module, size: int, *, whole_experts: bool = Fals
 def cut_of(
     model: torch.nn.Module, blocks: Mapping[torch.nn.Module, Any], name: str, parameter: torch.Tensor, size: int, *, whole_experts: bool
 ) -> Cut:
-    """`blocks`: the attention or feed-forward layer that each module belongs to."""
+    """Return how a parameter is cut. `blocks`: the attention or feed-forward layer that each module belongs to."""
     owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     short, block = lora.plain_name(name).split(".")[-2], blocks.get(owner)
     if owner in embeddings_of(model):
@@ -119,7 +121,7 @@ def cut_of(
 
 
 def row_sections(block: Any, name: str, layer: Any, short: str, size: int) -> tuple[CutSection, ...]:
-    """The sections of a projection of the block that is cut by rows."""
+    """Return the sections of a block's projection that is cut by rows."""
     rows = layer.out_features
     if short in ("gate_proj", "up_proj"):
         return (even(rows, size),)
@@ -135,7 +137,7 @@ def row_sections(block: Any, name: str, layer: Any, short: str, size: int) -> tu
 
 
 def expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor, size: int) -> Cut:
-    """Stacked experts: [experts, out, in], or [experts, in, out] where they are transposed."""
+    """Return the cut of stacked experts: [experts, out, in], or [experts, in, out] where they are transposed."""
     outer, inner = (2, 1) if experts.is_transposed else (1, 2)
     if leaf == "down_proj":
         return Cut.rows(parameter.shape[inner], size, dim=inner)
@@ -147,7 +149,7 @@ def expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor, size
 
 
 def whole_expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor, size: int) -> Cut:
-    """Stacked experts and their biases, by expert."""
+    """Return the cut of stacked experts and their biases, by expert."""
     stacks = {f"{stack}{end}" for stack in projections(experts) for end in ("", "_bias")}
     if leaf not in stacks or len(parameter) != experts.num_experts or experts.num_experts % size:
         raise refusal(name, experts)
@@ -155,12 +157,14 @@ def whole_expert_cut(experts: Any, name: str, leaf: str, parameter: torch.Tensor
 
 
 def whole_adapter_cuts(experts: int, rank: int, size: int) -> dict[str, Cut]:
-    """Adapters of stacked experts, by expert. peft numbers the ranks of all experts: expert by expert in A, rank by rank in B."""
+    """Return the cuts of adapters of stacked experts, by expert. peft numbers the ranks of all experts: expert by expert in A, rank by rank
+    in B."""
     return {"A": Cut.rows(experts * rank, size), "B": Cut(1, (even(experts, size),) * rank)}
 
 
 def adapter_cuts(model: torch.nn.Module, cuts: Mapping[str, Cut], size: int) -> dict[str, Cut]:
-    """A layer cut by rows has its rows of B, and all of A; one cut by columns has its columns of A, and all of B."""
+    """Return the cuts of adapters. A layer cut by rows has its rows of B, and all of A; one cut by columns has its columns of A, and all of
+    B."""
     found: dict[str, Cut] = {}
     plain = {lora.plain_name(name): cut for name, cut in cuts.items()}
     for name, layer in lora.adapted(model):
@@ -182,24 +186,24 @@ def body_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def embeddings_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Input embedding, and output embedding if there is one."""
+    """Return the input embedding, and the output embedding if there is one."""
     found = [body_of(model).get_input_embeddings()]  # type: ignore[operator]
     return found if isinstance(model, ScalarModel) else [*found, model.get_output_embeddings()]  # type: ignore[operator]
 
 
 def parallel_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The attention and feed-forward layers: members compute parts of their results."""
+    """Yield the attention and feed-forward layers, of whose results members compute parts."""
     for layer in decoder_layers(model, "it cannot be divided"):
         yield from (block for block in layer.children() if any(is_cut_by_columns(name) for name, _ in block.named_parameters()))
 
 
 def is_cut_by_columns(name: str) -> bool:
-    """Whether this is the name of a layer whose results are summed over members, or of its parameter."""
+    """Return whether this is the name of a layer whose results are summed over members, or of a parameter of such a layer."""
     return not {*COLUMNS}.isdisjoint(name.split("."))
 
 
 def head_counts(block: Any) -> tuple[int, int]:
-    """Query heads and key-value heads of an attention layer."""
+    """Return the query heads and key-value heads of an attention layer."""
     heads = block.config.num_attention_heads
     return heads, getattr(block.config, "num_key_value_heads", None) or heads
 

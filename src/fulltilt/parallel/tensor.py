@@ -2,14 +2,15 @@
 
 Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters, before it is fused. Leaves: the same model, whose
 parameters are this member's parts, under their names, as plain parameters of plain modules, and a `TensorSplit`. Guaranteed: all members
-that call the model on the same tokens get the log-probs, entropies and values of the whole model; the sum of what they find for a
-parameter's gradient (`SliceTable.join_gradients`) is the whole one. Gradients are not exchanged in passes: for numbers that several members
-hold, `TensorSplit.sum_shared` adds them up, once before the step. parallel/slices.py says how parameters are cut, and refuses others.
+that call the model on the same tokens get the log-probs, entropies and values of the whole model; the sum of their gradients of a parameter
+(`SliceTable.join_gradients`) is the whole gradient. Gradients are not exchanged in passes: for numbers that several members hold,
+`TensorSplit.sum_shared` adds them up, once before the step. parallel/slices.py says how parameters are cut, and refuses models that cannot
+be.
 
-Between attention and feed-forward layers each member has T / size tokens, so that norms and residuals are computed once (sequence
-parallel, as in Megatron): tokens are gathered before a layer and summed and dealt out behind it. Where size does not divide T, the last
-members have rows of zeros, which no layer sees. Every collective runs in the model's own order and again in a recomputed layer; all members
-must make the same passes.
+Between attention and feed-forward layers each member has T / size tokens, so that norms and residuals are computed once (sequence parallel,
+as in Megatron): tokens are gathered before a layer, and summed and scattered after it. Where size does not divide T, the last members have
+rows of zeros, which no layer sees. Every collective runs in the model's own order and again in a recomputed layer; all members must make
+the same passes.
 
     layer          forward                              backward
     embedding      own rows, reduce-scatter             all-gather
@@ -20,10 +21,10 @@ must make the same passes.
     score          own tokens, all-gather               own tokens
 
 Experts are divided like other feed-forward layers, a part of each to every member; or each member has some of them whole (`whole_experts`),
-and computes the tokens that routers send to these, of all that the layer sees anyway. Routers are whole, and choose alike on all members.
+and computes the tokens that routers send to these; it has all tokens anyway. Routers are whole, and choose the same experts on all members.
 
 A decoding step has few tokens, whose cost is the number of collectives: there every member has all tokens between the layers too, and one
-all-reduce behind a layer takes the place of the two others.
+all-reduce after a layer replaces the two other collectives.
 
 The native engine generates on such a model: each member runs the engine in its own process on the same prompts, with a KV cache of its own
 key heads (`member_layers`). Logits are gathered from all members, so all sample from the same numbers and draw the same tokens.
@@ -67,27 +68,27 @@ class TokenExchange:
     """Collectives over the tokens [.., T, width] of a pass. Each member has ceil(T / size) of them, the last ones perhaps rows of zeros."""
 
     ranks: Ranks
-    tokens: int = 0  # T of the pass that is running
-    decoding: bool = False  # whether it decodes: then each member has all tokens, and there is no gradient
-    moved: Counter[str] = field(init=False)  # where bytes of collectives are counted
+    tokens: int = 0  # T of the current pass
+    decoding: bool = False  # whether the pass decodes: then each member has all tokens, and there is no gradient
+    moved: Counter[str] = field(init=False)  # counts bytes of collectives
 
     def __post_init__(self) -> None:
         self.moved = self.ranks.moved
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """All members' tokens; they go on to compute parts of what follows, whose gradients are summed."""
+        """Gather all members' tokens, for computations of which each member makes a part, so that gradients are summed."""
         return own if self.decoding else _Gather.apply(own, self, self.tokens, True)
 
     def gather_results(self, own: torch.Tensor) -> torch.Tensor:
-        """All members' tokens; they go on to compute the same, whose gradient is the same for each."""
+        """Gather all members' tokens, for computations that all members make alike, so that gradients are equal."""
         return _Gather.apply(own, self, self.tokens, False)
 
     def scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over members of what they have for all tokens, of which each gets its own; all of them when decoding."""
+        """Sum the members' results for all tokens. Each member gets its own tokens, or all tokens when decoding."""
         return self.all_reduce(parts) if self.decoding else _Scatter.apply(parts, self)
 
     def all_gather(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
-        """All members' tokens, from their own. In a pass over a filler: zeros, as many as the others expect."""
+        """Gather all members' tokens. In a pass over a filler, send as many zeros as the others expect."""
         with self.ranks.progress.collective("gather tokens") as takes_part:
             expected = self.ranks.progress.tokens
             if takes_part and expected is None:
@@ -105,7 +106,7 @@ class TokenExchange:
         return found[:tokens].view(*own.shape[:-2], tokens, -1)
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """This member's tokens of the sum over members. In a pass over a filler: zeros, as many as the others expect."""
+        """Return this member's tokens of the sum over members. In a pass over a filler, send as many zeros as the others expect."""
         with self.ranks.progress.collective("sum tokens") as takes_part:
             expected = self.ranks.progress.tokens
             if takes_part and expected is None:
@@ -123,7 +124,7 @@ class TokenExchange:
         return found.view(*parts.shape[:-2], len(found), -1)
 
     def all_reduce(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over members, in the memory of `parts` where that is contiguous. In a pass over a filler: zeros, as many as the others
+        """Sum over members, in the memory of `parts` if that is contiguous. In a pass over a filler, send as many zeros as the others
         expect."""
         with self.ranks.progress.collective("sum all tokens") as takes_part:
             expected = self.ranks.progress.tokens
@@ -141,7 +142,7 @@ class TokenExchange:
         return found
 
     def most(self, tensor: torch.Tensor) -> None:
-        """The largest number of all members, in place."""
+        """Take the largest number of all members, in place."""
         with self.ranks.progress.collective("most") as takes_part:
             if takes_part:
                 self.moved["all-reduce"] += tensor.nbytes
@@ -149,14 +150,14 @@ class TokenExchange:
                     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """The sum over members, in place."""
+        """Sum over members, in place."""
         with self.ranks.progress.collective("sum") as takes_part:
             if takes_part:
                 with self.ranks.progress.sending():
                     self.ranks.sum(tensor)
 
     def stack(self, own: torch.Tensor) -> torch.Tensor:
-        """The tensors of all members, which have the same shape: [size, *shape], without gradient."""
+        """Return the tensors of all members, which have the same shape, without gradient: [size, *shape]."""
         with self.ranks.progress.collective("stack") as takes_part:
             found = own.new_empty(self.ranks.size, *own.shape)
             if takes_part:
@@ -167,8 +168,8 @@ class TokenExchange:
 
     @contextlib.contextmanager
     def counted_apart(self) -> Iterator[Callable[[], None]]:
-        """Leave collectives out of `Ranks.moved`, and yield a function that adds them to it: they are part of a CUDA graph, which is
-        captured once and runs many times."""
+        """Leave collectives out of `Ranks.moved`, and yield a function that adds them to it: they belong to a CUDA graph, which is captured
+        once and runs many times."""
         apart = self.moved = no_bytes()
         try:
             yield lambda: self.ranks.moved.update(apart)
@@ -176,12 +177,12 @@ class TokenExchange:
             self.moved = self.ranks.moved
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This member's tokens of all."""
+        """Return this member's tokens of all."""
         rows = self.padded(whole).view(self.ranks.size, -1, whole.shape[-1])[self.ranks.rank]
         return rows.view(*whole.shape[:-2], len(rows), -1)
 
     def padded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Rows of tokens, as many as size divides."""
+        """Return rows of tokens, padded to a multiple of the group's size."""
         rows = whole.reshape(-1, whole.shape[-1])
         missing = -len(rows) % self.ranks.size
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
@@ -214,26 +215,26 @@ class _Scatter(torch.autograd.Function):
 
 @dataclass(eq=False)
 class TensorSplit(ModelPart):
-    """A model that is divided among the members of a group, as this member has it."""
+    """This member's part of a model that is divided among the members of a group."""
 
     exchange: TokenExchange
-    whole_experts: bool = False  # whether this member has some of the experts, and not a part of every one
+    whole_experts: bool = False  # whether this member has some whole experts, rather than a part of every expert
 
     def saved_as(self, name: str) -> str | None:
-        """What all members hold, the first one saves."""
+        """Return the suffix of a tensor's name in a checkpoint. The first member saves what all members hold."""
         return None if self.is_whole(name) and self.ranks.rank else super().saved_as(name)
 
     @torch.no_grad()
     def sum_shared(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> None:
-        """Make gradients whole, in place, of numbers that several members hold. `gradients`: flat, those of `own`, a range of the numbers
-        of this member's part of each parameter, or all. All members give the same ranges of the same parameters."""
+        """Sum gradients in place, for numbers that several members hold. `gradients`: flat. `own`: for each parameter, the range of this
+        member's numbers that the gradients belong to; None: all. All members must give the same ranges of the same parameters."""
         pending: list[tuple[torch.Tensor, int]] = []
         filled = 0
         for given, copies in self._stretches(gradients, own):
             if copies == 1:
                 continue
             number, limit = len(given), EXCHANGE_BYTES // given.element_size()
-            length = number * (self.ranks.size // copies)  # numbers of all members' stretches
+            length = number * (self.ranks.size // copies)  # numbers in all members' stretches
             if pending and (filled + length > limit or given.dtype != pending[0][0].dtype):
                 self._sum(pending, filled)
                 pending, filled = [], 0
@@ -243,7 +244,7 @@ class TensorSplit(ModelPart):
             self._sum(pending, filled)
 
     def norm(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None = None) -> torch.Tensor:
-        """This member's part of a norm over all members, which counts every number once, however many members hold it."""
+        """Return this member's part of a norm over all members, which counts every number once, however many members hold it."""
         by_copies: dict[int, list[torch.Tensor]] = {}
         for given, copies in self._stretches(gradients, own):
             by_copies.setdefault(copies, []).append(given)
@@ -251,7 +252,7 @@ class TensorSplit(ModelPart):
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.device)).sqrt()
 
     def _stretches(self, gradients: Mapping[str, torch.Tensor], own: Mapping[str, slice] | None) -> Iterator[tuple[torch.Tensor, int]]:
-        """The numbers of each section of each parameter, flat, and how many members hold the same."""
+        """Yield the numbers of each parameter's sections, flat, and how many members hold the same."""
         for name, given in gradients.items():
             begin, first = 0, own[name].start if own else 0
             for end, copies in self.sections(name):
@@ -261,7 +262,8 @@ class TensorSplit(ModelPart):
                 begin = end
 
     def sections(self, name: str) -> list[tuple[int, int]]:
-        """The sections of this member's part of a parameter: where each ends in the flat numbers, and how many members hold the same."""
+        """Return the sections of this member's part of a parameter: where each ends in the flat numbers, and how many members hold the
+        same."""
         cut, shape = self.table.cuts[name], self.shapes[name]
         if not cut.shared:
             return [(math.prod(shape), 1)]
@@ -281,9 +283,9 @@ class TensorSplit(ModelPart):
 
 @torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks, *, whole_experts: bool = False, key: str = KEY) -> TensorSplit:
-    """Divide a whole model among the members of a group, who may be one. Call it before layers are fused or recomputed and before the
-    optimizer is made. `whole_experts`: each member has some of the experts, if there are any, and not a part of every one. `key`: the
-    setting that gives the number of members, for messages."""
+    """Divide a whole model among the members of a group, which may have one member. Call it before layers are fused or recomputed and
+    before the optimizer is made. `whole_experts`: whether each member has some whole experts, if there are any, rather than a part of every
+    expert. `key`: the setting that gives the number of members, for messages."""
     assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
     table = slice_table(model, ranks.size, whole_experts=whole_experts, key=key)
     found = TensorSplit(model, table, ranks, shapes_of(model), TokenExchange(ranks), whole_experts)
@@ -303,7 +305,7 @@ def split(model: torch.nn.Module, ranks: Ranks, *, whole_experts: bool = False, 
 
 
 def tell_heads(block: Any, size: int) -> None:
-    """Give an attention layer the number of its own heads. Most take it from their weights."""
+    """Set an attention layer's number of heads to those of a member. Most layers take it from their weights."""
     heads, key_heads = (heads_of_member(count, size) for count in head_counts(block))
     own = {"num_heads": heads, "num_key_value_heads": key_heads, "num_key_value_groups": heads // key_heads}
     for name, number in own.items():
@@ -315,31 +317,32 @@ def tell_heads(block: Any, size: int) -> None:
 
 
 def heads_of_member(heads: int, size: int) -> int:
-    """Heads that each member has; where there are fewer than members, several members have the same one."""
+    """Return how many heads each member has; if there are fewer heads than members, several members have the same one."""
     return max(1, heads // size)
 
 
 def member_layers(layers: Mapping[int, LayerShape], size: int) -> dict[int, LayerShape]:
-    """The shapes of what a member caches, from those of the whole model: its own key heads."""
+    """Return the shapes of a member's cache, which has its own key heads, from those of the whole model."""
     return {index: replace(shape, key_heads=heads_of_member(shape.key_heads, size)) for index, shape in layers.items()}
 
 
 def leave_out_biases(block: torch.nn.Module) -> None:
-    """The results of a layer that is cut by columns are summed over members, so only the first one adds its bias."""
+    """Make only the first member add biases of layers that are cut by columns, since their results are summed over members."""
     for name, layer in block.named_modules():
         if isinstance(layer, torch.nn.Linear) and layer.bias is not None and is_cut_by_columns(name):
             layer.forward = MethodType(without_bias, layer)  # type: ignore[method-assign]
 
 
 def without_bias(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, self.weight, 0 * self.bias)  # it has a gradient of zero, as all parameters that learn have one on every member
+    return F.linear(x, self.weight, 0 * self.bias)  # a gradient of zero: all parameters that learn have one on every member
 
 
 # ---- hooks of blocks: a block sees all tokens -------------------------------------------------------------------------------------------
 
 
 def note_pass(exchange: TokenExchange) -> Callable[..., None]:
-    """Attention comes first in a layer and is told what pass it is, also where a layer is recomputed after another pass has begun."""
+    """Make a hook that notes the kind of pass. Attention comes first in a layer, also where a layer is recomputed after another pass has
+    begun."""
 
     def hook(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         exchange.tokens, exchange.decoding = kwargs["position_embeddings"][0].shape[-2], decodes(kwargs)
@@ -348,7 +351,7 @@ def note_pass(exchange: TokenExchange) -> Callable[..., None]:
 
 
 def decodes(kwargs: Mapping[str, Any]) -> bool:
-    """Whether these are the arguments of a decoding step."""
+    """Return whether these are the arguments of a decoding step."""
     return isinstance(kwargs.get("fulltilt"), Decode)
 
 
@@ -372,8 +375,8 @@ def scatter_behind(exchange: TokenExchange) -> Callable[..., Any]:
 
 
 def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
-    """Embed with this member's rows, and let the head have all tokens. A critic's score reads them in parts: its gradient must be a part
-    too, as that of every other parameter. Called on the whole model."""
+    """Embed with this member's rows, and give the head all tokens. A critic's score reads the tokens in parts: its gradient must be a part
+    too, like that of every other parameter. Called on the whole model."""
     ranks, exchange, body = found.ranks, found.exchange, body_of(model)
     embeddings: list[Any] = embeddings_of(model)
     first = embeddings[0]
@@ -383,7 +386,7 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
     first.forward = MethodType(embed_own(exchange, rows[0]), first)
     body.register_forward_pre_hook(lambda body, args, kwargs: setattr(exchange, "decoding", decodes(kwargs)), with_kwargs=True)
     body.register_forward_hook(gather_output(exchange))
-    # Functions, not methods: a copy of the model uses the same group.
+    # Functions, not methods, so that a copy of the model uses the same group.
     vocabulary = len(embeddings[-1].weight)
     part = VocabularyPart(
         rows[-1].start, vocabulary, vocabulary_rows(vocabulary, ranks.size), sum=lambda own: exchange.sum(own),
@@ -406,7 +409,7 @@ def gather_output(exchange: TokenExchange) -> Callable[..., None]:
 
 def embed_own(exchange: TokenExchange, own: range) -> Callable[..., torch.Tensor]:
     def forward(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of this member's tokens, zeros for others; summed over members."""
+        """Embed: rows for tokens of this member's vocabulary, zeros for others, summed over members."""
         exchange.tokens = ids.shape[-1]
         here = (ids >= own.start) & (ids < own.stop)
         rows: torch.Tensor = type(self).forward(self, torch.where(here, ids - own.start, 0))

@@ -1,7 +1,7 @@
-"""What a pass through a model that is shared out does with its parameters: in which order it gathers them, and what it leaves whole.
+"""A trace of a pass through a sharded model: the order in which it gathers parameters, and what it leaves whole.
 
-Enters: the model's `Shards`, and a pass. Leaves: `PassTrace`. Guaranteed: seen where it happens, in the collectives and the layers
-themselves; afterwards the model is as before.
+Enters: the model's `Shards`, and a pass. Leaves: `PassTrace`. Guaranteed: the trace is taken in the collectives and the layers themselves;
+afterwards the model is as before.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from fulltilt.model.arrays import is_shard
 from fulltilt.model.scalar import decoder_layers
 from fulltilt.parallel.apply import CountedGather, Shards
 
-OUTSIDE = "outside"  # the layers: the parameters of embedding, last norm and head
+OUTSIDE = "outside"  # of the layers: the parameters of embedding, last norm and head
 
 
 @dataclass(frozen=True)
 class PassTrace:
-    """Example: PassTrace(("gather outside", "gather 0", "gather 1", "run 0", "run 1"), 4096)"""
+    """The gathers and layers of a pass, in order. Example: PassTrace(("gather outside", "gather 0", "gather 1", "run 0", "run 1"), 4096)"""
 
     events: tuple[str, ...]
     whole_bytes: int  # bytes of parameters that were whole when the pass ended
 
     @property
     def ahead(self) -> int:
-        """Layers whose gather began before the layer ahead of them ran."""
-        order = {event: place for place, event in reversed(list(enumerate(self.events)))}  # the first time of each
+        """The number of layers whose gather began before the previous layer ran."""
+        order = {event: place for place, event in reversed(list(enumerate(self.events)))}  # the first place of each event
         runs = sum(event.startswith("run ") for event in order)
         return sum(order[f"gather {layer}"] < order[f"run {layer - 1}"] for layer in range(1, runs))
 
@@ -43,7 +43,7 @@ class TracedGather(CountedGather):
 
 
 def traced(shards: Shards, compute: Callable[[], Any]) -> PassTrace:
-    """What `compute`, which makes passes through the model on all workers, does with the parameters."""
+    """Trace `compute`, which must make its passes through the model on all workers."""
     model, events = shards.model, list[str]()
     layers = decoder_layers(model, "a pass cannot be traced")
     hooks = [layer.register_forward_pre_hook(lambda *_, place=place: events.append(f"run {place}")) for place, layer in enumerate(layers)]

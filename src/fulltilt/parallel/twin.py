@@ -1,8 +1,8 @@
-"""Whole copies of a model that is shared out: one that a rollout engine reads, and one in main memory for an export.
+"""Whole copies of a sharded model: one that a rollout engine reads, and one in main memory for an export.
 
-Enters: the plain model before it is shared out, and its `Shards` afterwards. Leaves: a plain model of the same kind. Guaranteed: a twin's
-parameters stay at the same addresses, so captured graphs hold; they are gathered through a buffer of bounded size; a twin knows whether it
-has the latest values. All workers must call the same functions at the same time.
+Enters: the plain model before it is sharded, and its `Shards` afterwards. Leaves: a plain model of the same kind. Guaranteed: a twin's
+parameters stay at the same addresses, so captured graphs stay valid; they are gathered through a buffer of bounded size; a twin knows
+whether it has the latest values. All workers must call the same functions at the same time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def like(model: Model, make: Callable[[str, torch.nn.Parameter], torch.Tensor]) -> Model:
-    """A model of the same kind, whose parameters have the memory that `make` gives for each. Tied parameters stay tied."""
+    """Make a model of the same kind. `make` returns the memory of each parameter. Tied parameters stay tied."""
     made = {
         id(parameter): torch.nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
-    joined = {id(whole): whole for whole in joined_tensors(model)}  # not copied: they are as large as the parameters
+    joined = {id(whole): whole for whole in joined_tensors(model)}  # not copied, because they are as large as the parameters
     return copy.deepcopy(model, memo={**made, **joined})
 
 
 def over_same_memory(model: Model) -> Model:
-    """A second model with the memory of the first, which keeps it when the first is shared out. Layers that run as one product still do."""
+    """Make a second model with the memory of the first, which keeps that memory when the first is sharded. Layers that run as one product
+    still do."""
     return like(model, lambda name, parameter: parameter.detach())
 
 
 @torch.no_grad()
 def part_memory(copied: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Give a model made by `over_same_memory` memory of its own wherever the other one still has the same."""
+    """Give a model made by `over_same_memory` its own memory wherever the other model still uses the same."""
     taken = {own.untyped_storage().data_ptr() for own in model.parameters()}
     for own in copied.parameters():
         if own.untyped_storage().data_ptr() in taken:
@@ -52,7 +53,7 @@ def without_memory(model: Model) -> Model:
 
 
 class Twin:
-    """The whole model for a rollout engine."""
+    """The whole model that a rollout engine reads."""
 
     def __init__(self, model: torch.nn.Module, shards: Shards) -> None:
         self.model, self.shards, self.version = model, shards, shards.version
@@ -61,7 +62,7 @@ class Twin:
         self._exchanges = exchanges(shards, {name: parameters[name] for name in trained}, parameters)
 
     def sync(self) -> None:
-        """Get the latest values, unless it has them."""
+        """Get the latest values, unless the twin already has them."""
         if self.current:
             return
         for exchange in self._exchanges:
@@ -78,8 +79,8 @@ class Twin:
 
 
 def whole_on_host(shards: Shards, structure: Model, *, wanted: bool, learning: bool = False) -> Model | None:
-    """A copy of the whole model, or of this worker's part of it, in main memory; None where it is not wanted. `structure`: a model like it,
-    without memory. `learning`: only parameters that learn get memory."""
+    """Return a copy of the whole model, or of this worker's part of it, in main memory; None if not `wanted`. `structure`: a similar model
+    without memory. `learning`: whether only parameters that learn get memory."""
     parameters = {name: each for name, each in structure.named_parameters() if each.requires_grad or not learning}
     memory = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()} if wanted else None
     for exchange in exchanges(shards, parameters, memory):
@@ -88,7 +89,8 @@ def whole_on_host(shards: Shards, structure: Model, *, wanted: bool, learning: b
 
 
 def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None) -> list[Exchange]:
-    """One for each type of the wanted parameters, all with the same buffer; `targets`: where they go, None: nowhere."""
+    """Make one exchange for each type of the wanted parameters, all with the same buffer. `targets`: memory for the parameters; None: this
+    worker does not need them."""
     own, found = shards.own(), []
     kinds = {name: (parameter.dtype, name in shards.apart) for name, parameter in wanted.items()}
     for kind in dict.fromkeys(kinds.values()):

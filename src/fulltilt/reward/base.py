@@ -2,13 +2,13 @@
 
 A group's reward is a weighted sum of functions (`sums`), usually of one. They run in worker processes, one per core, each call with a
 deadline; asynchronous functions run in one process, many calls at once. Whatever a function does (hang, crash, exit, fork, print, eat
-memory) costs that one call: the run continues, the failure is counted, shown and scored as `reward.on_error` says. Where the only reward is
-the reward model there are no processes, and every score is 0 until the model's is added (`model`).
+memory) costs only that call: the run continues, and the failure is counted, shown and scored as `reward.on_error` says. If the only reward
+is the reward model, there are no processes, and every score is 0 until the model's is added (`model`).
 
-A failed call gives its samples a `Score` with `error` set. Under `reward.on_error = "exclude"` its value is 0.0 and means nothing: the
-loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `"score"` the value is
-`reward.error_score` and the row is trained on. A result that is not a finite number is the user's mistake, not a failed call: the next
-`submit` or `collect` raises UserError.
+A failed call gives its samples a `Score` with `error` set. Under `reward.on_error = "exclude"` its value is a meaningless 0.0: the loop
+leaves rows whose score has an error out of the batch and of their group's baseline. Under `"score"` the value is `reward.error_score` and
+the row is trained on. A result that is not a finite number is the user's mistake, not a failed call: the next `submit` or `collect` raises
+UserError.
 
 Guaranteed: scores do not depend on timing, on the number of workers or on which of them ran a call.
 """
@@ -44,19 +44,19 @@ ERRORS_FILE = "reward_errors.jsonl"
 MOST_ERRORS_WRITTEN = 1000
 TEXT_SHOWN = 80
 NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-BLOCKS_TOLD = 2  # a first call may import something
+BLOCKS_TOLD = 2  # calls that block the event loop before the user is told: a first call may import something
 BLOCKING = (
     "the reward function {} blocks its event loop, so that its calls run one after another: use an async client, or make it a plain def"
 )
-FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # an outcome's failure, and the count in RewardStats
+FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # each kind of failure, with its count in RewardStats
 
 
 @dataclass(frozen=True)
 class RewardStats:
-    """Counts since the pool started; `since` gives those of a step. A call is one sample, or one group for a batch function."""
+    """Counts since the pool started; `since` returns those of a step. A call is one sample, or one group for a batch function."""
 
     calls: int = 0
-    errors: int = 0  # raised an exception, ran out of memory, returned the wrong number of results
+    errors: int = 0  # calls that raised an exception, ran out of memory, or returned the wrong number of results
     timeouts: int = 0
     crashes: int = 0
     retries: int = 0  # calls tried again: in a fresh process after ending a used one, or because of reward.retries
@@ -87,16 +87,16 @@ class RewardStats:
 
 @dataclass(eq=False)
 class _GroupScores:
-    """The scores of a submitted group as they come in."""
+    """The scores that have arrived for a submitted group."""
 
     components: tuple[Component, ...]
     found: list[list[Score]]  # for each sample, one score for each component; empty scores until a call's own arrive
-    left: int  # how many are missing
+    left: int  # number of missing scores
 
 
 class RewardPool:
     def __init__(self, config: RewardConfig, run_dir: Path | None = None, *, write_errors: bool = True, keep_errors: bool = False) -> None:
-        """Starts the processes and loads every configured function; UserError for all that is wrong with them.
+        """Start the processes and load every configured function. Raises UserError with everything that is wrong with them.
 
         With `run_dir`, the functions cannot write there, as far as the kernel prevents it; with `write_errors`, failed calls are written to
         `reward_errors.jsonl` there, with traceback and sample, up to a thousand; with `keep_errors`, they are kept for `take_errors`.
@@ -128,27 +128,27 @@ class RewardPool:
 
     @property
     def memory_limited(self) -> bool:
-        """False where the system refused to limit the processes' memory (macOS may)."""
+        """False if the system refused to limit the processes' memory (macOS may)."""
         return self._dispatcher.memory_limited
 
     @property
     def hidden(self) -> str:
-        """A sentence about environment variables that the functions mention and do not get, if there are any."""
+        """A sentence about environment variables that the functions mention but do not get; empty if there are none."""
         return self._dispatcher.hidden
 
     @property
     def lacking(self) -> tuple[str, ...]:
-        """What this kernel lets the functions do although `reward.sandbox` is on."""
+        """Actions that this kernel cannot keep the functions from, although `reward.sandbox` is on."""
         found = self._dispatcher.confinement
         return confine.lacking(found.landlock, found.seccomp) if found else ()
 
     def need_truth(self, data_source: str) -> list[str]:
-        """The functions that require a ground truth and score prompts of this data source."""
+        """Return the functions that require a ground truth and score prompts of this data source."""
         numbers = [component.function for component in self._sums.of(data_source)]
         return [self._sums.names[number] for number in numbers if self._dispatcher.needs_truth[number]]
 
     def submit(self, group: Group) -> None:
-        """Hands a group's samples to the processes and returns at once."""
+        """Hand a group's samples to the processes, and return at once."""
         self._submit(group, self._sums.of(group.prompt.data_source))
 
     def _submit(self, group: Group, components: tuple[Component, ...]) -> None:
@@ -176,20 +176,21 @@ class RewardPool:
         return calls
 
     def collect(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """Waits for the scores of these groups; those not yet submitted are submitted now. Each group is collected once."""
+        """Wait for the scores of these groups, and submit those not yet submitted. Each group can be collected once."""
         assert len(set(groups)) == len(groups), "a group is collected once"
         for group in groups:
             if group not in self._groups:
                 self.submit(group)
         with self._changed:
-            # No timeout: every call has its deadline, and an error wakes this thread.
+            # Without a timeout: every call has its deadline, and an error wakes this thread.
             self._changed.wait_for(lambda: self._error or not any(self._groups[group].left for group in groups))
             self._check()
             complete = [self._groups.pop(group) for group in groups]
         return [[combine(group.components, scores, self._error_value) for scores in group.found] for group in complete]
 
     def failures_on(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Calls each function once, on the first of the prompts that it scores, with the ground truth as the response. What went wrong."""
+        """Call each function once, on the first of the prompts that it scores, with the ground truth as the response. Returns what went
+        wrong."""
         found: list[str] = []
         for number in range(len(self._sums.names)):
             routed = ((prompt, part) for prompt in prompts for part in self._sums.of(prompt.data_source) if part.function == number)
@@ -200,7 +201,7 @@ class RewardPool:
                     ((score,),) = self.collect([group])
                     failure = score.error
                 except UserError as error:
-                    if self._dispatcher.stopped:  # no call can end any more
+                    if self._dispatcher.stopped:  # no more calls can end
                         return [*found, str(error)]
                     failure, self._error = str(error), None
                     self._groups.clear()
@@ -217,24 +218,24 @@ class RewardPool:
             return RewardStats(**self._counts, last=self._last)
 
     def take_notes(self) -> list[str]:
-        """What a person should know about the functions, each sentence once."""
+        """Return notes on the functions for the user, each sentence once."""
         with self._changed:
             taken, self._notes = self._notes, []
             return taken
 
     def take_errors(self) -> list[str]:
-        """The lines of failed calls since the last time, each with its end."""
+        """Return the lines of failed calls since the last time, each with its line end."""
         with self._writing:
             taken, self._errors_kept = self._errors_kept or [], []
             return taken
 
     def wait(self, groups: Sequence[Group], seconds: float) -> bool:
-        """Wait at most so long for the scores of groups that were submitted. Returns whether `collect` has nothing to wait for."""
+        """Wait at most this long for the scores of submitted groups. Returns whether `collect` would not have to wait."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self._error or not any(self._groups[group].left for group in groups), seconds))
 
     def close(self) -> None:
-        """Kills all processes. Scores not collected are lost. Does nothing in a fork of the trainer."""
+        """Kill all processes. Scores not collected are lost. Does nothing in a fork of the trainer."""
         if os.getpid() != self._trainer:
             return
         atexit.unregister(self.close)
@@ -253,7 +254,7 @@ class RewardPool:
             self._changed.notify_all()
 
     def _done(self, call: RewardCall, outcome: CallOutcome) -> None:
-        """One call has ended."""
+        """Handle the end of a call."""
         name = self._sums.names[call.request.function]
         if outcome.failure == "mistake":
             self._fail(_mistake(name, call, outcome))
@@ -311,7 +312,7 @@ def append_errors(path: Path, text: str) -> None:
 
 
 def _plausible(ground_truth: Any) -> str:
-    """A response that a reward function should be able to score."""
+    """Return a response that a reward function should be able to score."""
     return str(ground_truth) if isinstance(ground_truth, (str, int, float)) else ""
 
 

@@ -1,7 +1,7 @@
 """Calls that wait for a reward process.
 
-Calls enter by `put`, from any thread, and leave by `take` in the order in which they were put, except that a call which is to be tried
-again waits for its time first. Guaranteed: how long it waits depends on the call alone.
+Calls enter by `put`, from any thread, and leave by `take` in the order in which they were put, except that a call which is retried waits
+first. Guaranteed: the time of this wait depends only on the call.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ LONGEST_WAIT_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class RewardCall:
-    """A request, and where its scores belong: a component of a group's sum, samples `first` and following."""
+    """A request, and the place of its scores: a component of a group's sum, samples `first` and following."""
 
     request: Request
     group: Group
     component: int
     first: int
-    failures: int = 0  # earlier tries that count against reward.retries
+    failures: int = 0  # earlier tries that count towards reward.retries
     repeats: int = 0  # all earlier tries
-    alone: bool = False  # no other call may run beside it: the last time one of several in the process ended it
+    alone: bool = False  # whether no other call may run beside it, because one of several calls ended the process the last time
 
     def seconds_to_wait(self) -> float:
-        """Doubles with each failure. Between half and all of it passes, so that calls which failed together do not come back together."""
+        """Return how long to wait before a retry. The time doubles with each failure; a share of it, from half to all, is used, so that
+        calls which failed together do not come back together."""
         share = zlib.crc32(f"{self.request.seed}/{self.failures}".encode()) / 2**32
         return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0**self.failures)) * (0.5 + share / 2)
 
@@ -64,12 +65,13 @@ class CallQueue:
             self._changed.notify()
 
     def take(self, count: Callable[[Sequence[RewardCall]], int], *, wait: bool = True) -> list[RewardCall]:
-        """The first calls, `count` of those that are ready. Waits until there are any; gives none once the queue is closed."""
+        """Return the first calls, `count` of those that are ready. Waits until there are any; returns an empty list once the queue is
+        closed."""
         with self._changed:
             while not self._closed:
                 while self._later and self._later[0][0] <= time.monotonic():
                     self._ready.append(heapq.heappop(self._later)[2])
-                    self._changed.notify()  # this thread may not take them all
+                    self._changed.notify()  # this thread may leave some for others
                 if self._ready or not wait:
                     break
                 self._changed.wait(max(0.0, self._later[0][0] - time.monotonic()) if self._later else None)

@@ -1,15 +1,16 @@
-"""What the kernel keeps reward processes from: signalling the trainer, touching its memory, writing into the run folder.
+"""Restrictions of reward processes by the kernel: no signals to the trainer, no access to its memory, no writing into the run folder.
 
 Linux only. Landlock (a set of rules that a process takes on for good, and its children with it) allows writing everywhere except below the
-run folder, keeps a process out of the memory of those that are not confined with it, and since Linux 6.12 from signalling them. seccomp (a
-filter of system calls) refuses signals to the processes named here, for older kernels, and changing their scheduling; it refuses the
+run folder, keeps a process out of the memory of processes that are not confined with it, and since Linux 6.12 from signalling them. seccomp
+(a filter of system calls) refuses signals to the processes named here, for older kernels, and changing their scheduling; it refuses the
 limits of any other process, which would end the trainer as surely, and leases of files, which would make its writing wait. No rule can
 cover modes, owners and times of files, since a filter does not see which file a call names: the run itself repairs the modes that it needs
 (`loop.folder`). `confinement` runs in the trainer and opens the rules, `Confinement.take_on` runs in the reward process, before any code of
-the user's. Where the kernel lacks something, `lacking` says what. Imports only the standard library: reward processes start from here.
+the user's. `lacking` names features that the kernel does not have. Imports only the standard library: reward processes start from here.
 
-Landlock rules hold for a folder and all below it, so writing is allowed for what lies beside the path to the run folder: a new file can be
-made anywhere, except directly in a folder that contains the run folder. Temporary files go into a folder that exists already (`dispatch`).
+Landlock rules hold for a folder and everything below it, so writing is allowed for everything next to the path to the run folder: a new
+file can be made anywhere, except directly in a folder that contains the run folder. Temporary files go into a folder that exists already
+(`dispatch`).
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ NUMBERS = {  # numbers of other system calls, for x86_64 and aarch64
     "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25), "ioctl": (16, 29), "seccomp": (317, 277),
 }  # fmt: skip
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as a filter sees them, in the order of NUMBERS
-BY_PROCESS = {  # calls that name a process, thread or group, and which argument does
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # their codes in a filter, in the order of NUMBERS
+BY_PROCESS = {  # calls that name a process, thread or group, with the place of that argument
     **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "process_vm_writev"), 0),
     **dict.fromkeys(("sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"), 0),
     **dict.fromkeys(("setpriority", "ioprio_set"), 1),
 }
-_OF_ALL = {"setpriority": 2, "ioprio_set": 3}  # first arguments with which they concern every process of the user
-_COMMANDS = {"fcntl": (1024,)}  # second arguments that are refused. F_SETLEASE: who opens the file waits until the lease is given back
+_OF_ALL = {"setpriority": 2, "ioprio_set": 3}  # first arguments that make these calls affect every process of the user
+_COMMANDS = {"fcntl": (1024,)}  # refused second arguments. F_SETLEASE: opening the file waits until the lease ends
 # F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP choose who gets the signals of a descriptor.
 _COMMANDS_WITH_SIGNALS = {"fcntl": (1024, 8, 15), "ioctl": (0x8901, 0x8902)}
 
-# Landlock's rights: writing, removing, making; later versions add moving between folders and truncating.
+# Landlock's rights to write, remove and create; later versions add moving between folders and truncating.
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))
 _REFER = 1 << 13
@@ -59,7 +60,7 @@ _MOST_THREADS = 1500  # a filter has at most 4,096 instructions
 
 
 def landlock_version() -> int:
-    """0 where the kernel has no Landlock, or a container refuses it."""
+    """Return Landlock's version; 0 if the kernel has no Landlock, or a container refuses it."""
     return max(0, _syscall(_CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
 
 
@@ -69,7 +70,7 @@ def has_seccomp() -> bool:
 
 
 def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
-    """What this kernel lets reward functions do although they should not."""
+    """Return forbidden actions that this kernel cannot keep reward functions from."""
     found = {
         "write into run.dir and into the trainer's memory": not landlock,
         "truncate files in run.dir": 0 < landlock < _TRUNCATE_SINCE,
@@ -82,19 +83,19 @@ def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a reward process takes on."""
+    """The restrictions that a reward process puts on itself."""
 
-    run_dir: str  # resolved; "": no folder is protected
+    run_dir: str  # resolved; "": no protected folder
     ruleset: int | None  # descriptor of Landlock's rules
     landlock: int
     seccomp: bool
-    pids: tuple[int, ...]  # processes that it must not signal
+    pids: tuple[int, ...]  # processes that must not be signalled
 
     def take_on(self) -> None:
-        """OSError if the kernel refuses, although it said that it would not."""
+        """Put the restrictions on this process. Raises OSError if the kernel refuses, although it said that it would not."""
         if sys.platform != "linux":
             return
-        _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # the kernel asks for it: no program may give the process more rights
+        _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # required by the kernel: no program may give the process more rights
         _drop_capabilities()
         if self.seccomp:
             _install(_filter(self._protected(), signals=self.landlock < _SIGNALS_SINCE))
@@ -103,7 +104,7 @@ class Confinement:
             os.close(self.ruleset)
 
     def _protected(self) -> list[int]:
-        """Arguments that name the processes: their threads, their process groups, and everyone."""
+        """Return arguments that name the protected processes: their threads, their process groups, and all processes."""
         found = [-1]
         for pid in self.pids:
             with contextlib.suppress(OSError):  # the guard may have been killed
@@ -112,7 +113,7 @@ class Confinement:
         return found[:_MOST_THREADS]
 
     def explain(self, error: BaseException) -> str:
-        """What to add to the message of a call that was refused a file, or may have been."""
+        """Return a sentence for the message of a call that may have been refused a file; empty otherwise."""
         if not self.run_dir or self.ruleset is None or not any(map(_may_be_refused, _chain(error))):
             return ""
         return (
@@ -122,7 +123,7 @@ class Confinement:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that led to it."""
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -131,7 +132,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _may_be_refused(error: BaseException) -> bool:
-    """Whether Landlock may be the cause. Types that the process may not have imported are known by name."""
+    """Return whether Landlock may be the cause. Types that the process may not have imported are recognised by name."""
     if isinstance(error, OSError):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         return error.errno in (errno.EACCES, errno.EXDEV) and (not names or any(map(_writable_otherwise, names)))
@@ -142,7 +143,7 @@ def _may_be_refused(error: BaseException) -> bool:
 
 
 def _writable_otherwise(path: str) -> bool:
-    """Whether the modes of files, which is all that `access` asks for, allow it: then it was Landlock that did not."""
+    """Return whether the modes of files allow writing, which is all that `access` checks: then it was Landlock that refused."""
     with contextlib.suppress(OSError, ValueError):  # a path below a current folder that is gone, or no path at all
         path = os.path.realpath(path)
         return os.access(path if os.path.lexists(path) else os.path.dirname(path), os.W_OK)
@@ -150,7 +151,8 @@ def _writable_otherwise(path: str) -> bool:
 
 
 def confinement(run_dir: Path | None, pids: tuple[int, ...]) -> Confinement:
-    """What reward processes of this trainer take on, as far as the kernel has it. Runs in the trainer; the ruleset stays open."""
+    """Return the restrictions for this trainer's reward processes, as far as the kernel supports them. Runs in the trainer; the ruleset
+    stays open."""
     version = landlock_version()
     resolved = os.path.realpath(run_dir) if run_dir is not None else ""
     return Confinement(resolved, _open_rules(resolved, version) if version else None, version, has_seccomp(), pids)
@@ -167,8 +169,8 @@ def _open_rules(run_dir: str, version: int) -> int | None:
     if ruleset < 0:
         return None
     for entry in _beside(run_dir) if run_dir else ():
-        with contextlib.suppress(OSError):  # gone meanwhile, or of another user
-            # What the folder itself says about its entries: asking a file system that does not answer would hang the start.
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            # The entry's own type is used: asking a file system that does not answer would hang the start.
             allowed = rights if entry.is_dir(follow_symlinks=False) else in_file
             descriptor = os.open(entry.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             _syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
@@ -177,7 +179,8 @@ def _open_rules(run_dir: str, version: int) -> int | None:
 
 
 def _beside(run_dir: str) -> Iterator[os.DirEntry[str]]:
-    """Everything in the folders that contain the run folder, except those folders themselves and /proc, which has the trainer's files."""
+    """Yield everything in the folders that contain the run folder, except those folders themselves and /proc, which has the trainer's
+    files."""
     on_the_way = {run_dir, "/proc", *map(str, Path(run_dir).parents)}
     for folder in Path(run_dir).parents:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -188,22 +191,23 @@ def _beside(run_dir: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _filter(protected: Iterable[int], *, signals: bool) -> bytes:
-    """`signals`: the calls too that choose their target otherwise than by a number, which Landlock does not cover in old kernels."""
-    steps = [_step(_RETURN, _ALLOW)]  # for a call that no rule is about
+    """Make the filter. `signals`: whether to refuse also calls that choose their target otherwise than by a number, which Landlock does not
+    cover in old kernels."""
+    steps = [_step(_RETURN, _ALLOW)]  # for a call without a rule
 
     def rule(name: str, *checks: bytes) -> None:
         steps[:0] = [_step(_EQUAL, number_of(name), 0, len(checks) + 1), *checks, _step(_RETURN, _ALLOW)]
 
     for name, place in BY_PROCESS.items():
         of_all = [_argument(0), *_refuse(_OF_ALL[name])] if name in _OF_ALL else []
-        rule(name, *of_all, _argument(place), _step(_JUMP, len(steps) + 1))  # behind `steps`, where the processes are
+        rule(name, *of_all, _argument(place), _step(_JUMP, len(steps) + 1))  # to after `steps`, where the processes are compared
     own = (_step(_EQUAL, 0, 1, 0), _step(_EQUAL, os.getpid(), 0, 1), _step(_RETURN, _ALLOW), _step(_RETURN, _REFUSE))
     rule("prlimit64", _argument(0), *own)
     for name, commands in (_COMMANDS_WITH_SIGNALS if signals else _COMMANDS).items():
         rule(name, _argument(1), *_refuse(*commands))
     if signals:
         rule("pidfd_send_signal", _step(_RETURN, _REFUSE))
-    # Another architecture has other numbers, and so has x32 on x86_64: neither is allowed.
+    # Other architectures, and x32 on x86_64, have other numbers: they are not allowed.
     begin = [
         *(_step(_LOAD, 4), _step(_EQUAL, _ARCHITECTURES[platform.machine()], 1, 0), _step(_RETURN, _REFUSE)),
         *(_step(_LOAD, 0), _step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _REFUSE)),
@@ -212,18 +216,18 @@ def _filter(protected: Iterable[int], *, signals: bool) -> bytes:
 
 
 def _argument(place: int) -> bytes:
-    """Loads the lower half of an argument, all that the kernel reads of these."""
+    """Load the lower half of an argument, which is all that the kernel reads of it."""
     return _step(_LOAD, 16 + 8 * place)
 
 
 def _refuse(*values: int) -> Iterator[bytes]:
-    """Refuses the call if what was loaded last is one of the values."""
+    """Refuse the call if the last loaded value is one of these."""
     for value in values:
         yield from (_step(_EQUAL, value & 0xFFFFFFFF, 0, 1), _step(_RETURN, _REFUSE))
 
 
 def _drop_capabilities() -> None:
-    """For root: what lets a process read others' memory and environment in spite of Landlock."""
+    """Drop root's capabilities to read others' memory and environment in spite of Landlock."""
     header, sets = struct.pack("=Ii", 0x20080522, 0), (ctypes.c_uint32 * 6)()  # for two words of bits: effective, permitted, inheritable
     _required(_libc().capget(header, sets))
     for place, bits in enumerate(sets):
@@ -256,6 +260,6 @@ def number_of(name: str) -> int:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    """The result, or -1. Whole numbers are passed as long as the kernel reads them."""
+    """Make a system call. Returns its result, or -1. Whole numbers are passed as the kernel's long integers."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return int(_libc().syscall(ctypes.c_long(number), *given))

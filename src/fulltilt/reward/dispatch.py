@@ -4,7 +4,7 @@ Calls enter by `put`, from any thread; each leaves exactly once through `done`, 
 - a process that ends, or is killed at a deadline, loses only the call that was running; its other calls are handed out again;
 - a call that crashes or runs out of memory in a process in which others had run before is tried once more in a fresh process, so that
   its outcome does not depend on those others;
-- a failed call is tried again `reward.retries` times, after a while;
+- a failed call is tried again `reward.retries` times, each time after a wait;
 - there are never more processes than calls have been waiting, beyond one per core; asynchronous functions have one process (`overlap`);
 - if processes fail to start three times in a row and none is alive, or twenty times while a call waits for a new one, the error says why.
 """
@@ -35,12 +35,12 @@ from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCode, UserCodeError
 
 START_TRIES = 3
-NEEDED_START_TRIES = 20  # while other processes live, which cannot take the call that waits
+NEEDED_START_TRIES = 20  # while other processes live, but cannot take the waiting call
 MOST_CALLS_AT_ONCE = 32
 ASYNC_CALLS_AT_ONCE = 32  # the value that `reward.concurrency = "auto"` stands for
-GRACE_S = 5.0  # from its deadline until an asynchronous call that was cancelled must have ended
-# How much work a worker gets at once, estimated by the mean time of a call so far. With less, the threads are busy; with more, cores idle
-# at the end.
+GRACE_S = 5.0  # seconds from its deadline within which a cancelled asynchronous call must end
+# Seconds of work that a worker gets at once, estimated from the mean time of a call. With less, the threads would be too busy; with more,
+# cores would idle at the end.
 HANDOUT_S = 0.02
 
 
@@ -53,9 +53,9 @@ class Dispatcher:
         failed: Callable[[BaseException], None],
         run_dir: Path | None = None,
     ) -> None:
-        """Returns once a process has loaded every named function, or `failed` was told what kept it from doing so; without names there are
-        no processes. UserError if a function's file cannot be read, or if it cannot be sent to a process.
-        `run_dir`: a folder that the functions must not write into.
+        """Return once a process has loaded every named function, or `failed` was called with the reason why none could; without names there
+        are no processes. Raises UserError if a function's file cannot be read, or cannot be sent to a process. `run_dir`: a folder that the
+        functions must not write into.
 
         Called on the threads: `done` with a call and its outcome; `failed` if no call can end any more."""
         self._located = locate_all(names)
@@ -73,7 +73,7 @@ class Dispatcher:
         self._mean_s = math.inf
         self._loaded = threading.Event()
         self._closing = threading.Event()
-        self._held = contextlib.ExitStack()  # what `close` gives back
+        self._held = contextlib.ExitStack()  # resources that `close` frees
         self.batch: tuple[bool, ...] = ()  # for each function, once loaded
         self.asynchronous: tuple[bool, ...] = ()
         self.needs_truth: tuple[bool, ...] = ()
@@ -86,7 +86,7 @@ class Dispatcher:
             self._launch_for(usable_cores())
 
     def _prepare(self, run_dir: Path | None) -> None:
-        """What every process gets: the functions, a folder for temporary files, what it must not do."""
+        """Prepare what every process gets: the functions, a folder for temporary files, and restrictions."""
         try:
             self._folder = tempfile.mkdtemp(prefix="fulltilt-reward-")
         except OSError as error:
@@ -107,7 +107,7 @@ class Dispatcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether calls that are put now never end."""
+        """Whether calls that are put from now on never end."""
         return self._closing.is_set()
 
     def put(self, calls: Sequence[RewardCall]) -> None:
@@ -118,17 +118,18 @@ class Dispatcher:
         self._launch_for(len(self._calls))
 
     def note_on(self, message: str, *functions: int) -> str:
-        """What to add to the message of functions that failed."""
+        """Return a sentence to add to the message of functions that failed; empty if there is none."""
         note = self._environment.note(" ".join([message, *(self._located[each].source.decode(errors="replace") for each in functions)]))
         return f". {note}" if note else ""
 
     @property
     def hidden(self) -> str:
-        """A sentence about variables that the functions' files mention and that reward processes do not get, if there are any."""
+        """Return a sentence about environment variables that the functions' files mention but reward processes do not get; empty if there
+        are none."""
         return self._environment.note(" ".join(place.source.decode(errors="replace") for place in self._located))
 
     def close(self) -> None:
-        """Kills every process."""
+        """Kill every process."""
         self._stop()
         for thread in self._threads:
             thread.join()
@@ -136,7 +137,8 @@ class Dispatcher:
         self._held.close()
 
     def _launch_for(self, calls: int) -> None:
-        """Starts the threads that this many calls of plain functions can use, beside the one that may serve the asynchronous ones."""
+        """Start as many threads as this many calls of plain functions can use, in addition to the thread that may serve asynchronous
+        functions."""
         with self._changed:
             if not self._closing.is_set() and not all(self.asynchronous):
                 self._launch(min(self._size, calls) + any(self.asynchronous) - len(self._threads))
@@ -175,7 +177,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[WorkerProcess]:
-        """A process that has loaded every function."""
+        """Start a process, and yield it once it has loaded every function."""
         ruleset = self.confinement.ruleset if self.confinement else None
         process = WorkerProcess(self._guard, self._environment.variables, *([] if ruleset is None else [ruleset]))
         with self._changed:
@@ -211,7 +213,7 @@ class Dispatcher:
         self._closing.wait(min(5.0, 0.1 * 2 ** min(self._failed_starts, 6)))
 
     def _use(self, process: WorkerProcess, again: list[RewardCall]) -> list[RewardCall]:
-        """Gives a process calls, `again` first, until it must be replaced. Returns the call that the next process must try again."""
+        """Give a process calls, `again` first, until it must be replaced. Returns the call that the next process must try again, if any."""
         while calls := again or self._calls.take(self._handful):
             outcomes = process.outcomes([call.request for call in calls], self._config.timeout_s)
             for number, (call, outcome) in enumerate(zip(calls, outcomes, strict=True), start=1):
@@ -232,7 +234,7 @@ class Dispatcher:
         Overlap(process, self._async_calls, limit, self._config.timeout_s, GRACE_S, self._end).run()
 
     def _end(self, call: RewardCall, outcome: CallOutcome) -> None:
-        """One try of a call has ended."""
+        """Handle the end of one try of a call."""
         if self._closing.is_set():
             return
         if outcome.failure in (None, "mistake") or outcome.final or call.failures >= self._config.retries:
@@ -242,14 +244,14 @@ class Dispatcher:
         queue.put_later(replace(call, failures=call.failures + 1, repeats=call.repeats + 1), call.seconds_to_wait())
 
     def _handful(self, ready: Sequence[RewardCall]) -> int:
-        """How many of the calls that are ready a worker gets at once."""
+        """Return how many of the ready calls a worker gets at once."""
         fair = len(ready) // (2 * self._size)
         quick = HANDOUT_S / self._mean_s if self._mean_s else MOST_CALLS_AT_ONCE
         return max(1, int(min(fair, quick, MOST_CALLS_AT_ONCE)))
 
 
 def locate_all(names: Sequence[str]) -> tuple[UserCode, ...]:
-    """The files of the functions, read. UserError with everything that is wrong."""
+    """Read the files of the functions. Raises UserError with everything that is wrong."""
     found, wrong = [], []
     for name in names:
         try:

@@ -1,7 +1,7 @@
 """The environment of reward processes: paths, locale, proxies and devices, and the names in `reward.env`. No tokens, no keys.
 
-Enters: the trainer's environment. Leaves: the variables that reward processes get, and the names of the others, so that a function that
-fails for want of one can be told. Values go into the processes and nowhere else: neither checkpoints nor messages hold them.
+Enters: the trainer's environment. Leaves: the variables that reward processes get, and the names of the others, so that an error message
+can name a variable that a function lacks. Values go only into the processes: neither checkpoints nor messages hold them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ PASSED = re.compile(
     r"|(HTTP|HTTPS|FTP|ALL|NO)_PROXY|(http|https|ftp|all|no)_proxy|SYSTEMROOT"
 )
 SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|CREDENTIAL")
-SHORTEST_MENTIONED = 4  # letters: a shorter name may stand in a file by chance
+SHORTEST_MENTIONED = 4  # letters: shorter names may occur in a file by chance
 
 
 @dataclass(frozen=True)
 class RewardEnvironment:
     variables: dict[str, str] = field(repr=False)
-    removed: tuple[str, ...]  # names that the trainer has and reward processes have not
+    removed: tuple[str, ...]  # names that the trainer has, but reward processes do not
 
     def note(self, text: str) -> str:
-        """A sentence, if `text`, a function's file and its error, mentions variables that the function cannot see."""
+        """Return a sentence if `text`, a function's file and its error, mentions variables that the function cannot see; empty
+        otherwise."""
         seen = [name for name in self.removed if len(name) >= SHORTEST_MENTIONED and re.search(rf"\b{re.escape(name)}\b", text)]
         if not seen:
             return ""
@@ -39,14 +40,14 @@ class RewardEnvironment:
 
 
 def make_environment(further: Sequence[str]) -> RewardEnvironment:
-    """`further`: the names in `reward.env`. UserError if one of them is not set."""
+    """Make the environment. `further`: the names in `reward.env`. Raises UserError if one of them is not set."""
     if unset := [name for name in further if name not in os.environ]:
         verb, what, which = ("is", "variable", "it") if len(unset) == 1 else ("are", "variables", "them")
         remedy = f"Set the {what}, or remove {which} from reward.env"
         raise UserError(f"reward.env: {joined(unset, 'and')} {verb} not set in this environment. {remedy}")
     passed = {name for name in os.environ if name in further or (PASSED.fullmatch(name) and not SECRET.search(name))}
     variables = {name: value for name, value in os.environ.items() if name in passed}
-    # There is a process for every core already, and thread pools take address space for every core of the machine.
+    # There already is a process for every core, and thread pools take address space for every core of the machine.
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # Otherwise the order of a set of strings, and a score that depends on it, would change from worker to worker.
     variables.setdefault("PYTHONHASHSEED", "0")

@@ -44,37 +44,37 @@ Scored = tuple[float, dict[str, float], str | None]  # value, parts, answer
 
 
 class NotANumber(Exception):
-    """The function returned something other than a finite number: `args` are the sample's place in the call and what was returned."""
+    """The function returned something other than a finite number. `args`: the sample's place in the call, and the returned value."""
 
 
 class WrongResult(Exception):
-    """The call has failed by what it returned: too large a number, or, from a batch function, another number of results than samples."""
+    """The call has failed because of its result: too large a number or, from a batch function, another number of results than samples."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
     function: Callable[..., Any]
     batch: bool
-    takes: tuple[str, ...]  # the names of SINGLE or BATCH it is given
+    takes: tuple[str, ...]  # the names of SINGLE or BATCH that the function is given
     args: Mapping[str, Any] = field(default_factory=dict)
-    needs_truth: bool = False  # it requires the ground truth: its parameter has no default
+    needs_truth: bool = False  # whether it requires the ground truth: its parameter has no default
 
     @property
     def asynchronous(self) -> bool:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None))  # noqa: B004
 
     def score(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> list[Scored]:
-        """One whole call of a plain function."""
+        """Call a plain function, and return its scores."""
         return self.results(self.call(prompt, texts), len(texts))
 
     def call(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> Any:
-        """What the function returns, to be awaited if it is asynchronous: for all texts of a group, or for exactly one text."""
+        """Call the function for all texts of a group, or for exactly one text. Returns its result, to be awaited if it is asynchronous."""
         values: dict[str, Any] = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} if self.batch else dict(prompt)
         values |= {"solution_strs": list(texts)} if self.batch else {"solution_str": texts[0]}
         return self.function(**{name: values[name] for name in self.takes}, **self.args)
 
     def results(self, returned: Any, count: int) -> list[Scored]:
-        """The scores of `count` samples from what a call returned."""
+        """Return the scores of `count` samples from the result of a call."""
         results = _one_each(returned, count) if self.batch else [returned]
         return [checked(result, place) for place, result in enumerate(results)]
 
@@ -88,7 +88,7 @@ def _one_each(results: Any, count: int) -> list[Any]:
 
 
 def checked(result: Any, sample: int) -> Scored:
-    """The score, its parts and the answer, or NotANumber."""
+    """Return the score, its parts and the answer. Raises NotANumber."""
     if not isinstance(result, Mapping):
         return _finite(result, sample, result), {}, None
     if "score" not in result:
@@ -99,7 +99,8 @@ def checked(result: Any, sample: int) -> Scored:
 
 
 def answer_text(answer: Any) -> str | None:
-    """An answer as votes are counted by it: one spelling for equal numbers, nothing that a UTF-8 file could not hold, no blank."""
+    """Return an answer in the form in which votes count it: one spelling for equal numbers, only text that a UTF-8 file can hold, None if
+    blank."""
     if not isinstance(answer, (str, Integral)):
         number = _number(answer)
         answer = "" if number is None else int(number) if number.is_integer() else number
@@ -116,12 +117,12 @@ def _finite(value: Any, sample: int, shown: Any) -> float:
 
 
 def fits(value: float) -> bool:
-    """Whether training can compute with a reward of this size. NaN does not fit."""
+    """Return whether training can compute with a reward of this size. NaN does not fit."""
     return abs(value) <= LARGEST
 
 
 def _number(value: Any) -> float | None:
-    """The value as a finite number, or None."""
+    """Return the value as a finite number, or None."""
     try:
         if not isinstance(value, Real) and callable(getattr(value, "item", None)):
             value = value.item()  # tensors and arrays of one element are numbers; with more elements `item` raises
@@ -132,7 +133,7 @@ def _number(value: Any) -> float | None:
 
 
 def locate(name: str) -> UserCode:
-    """Reads the file of a configured name. Runs in the trainer, executes nothing."""
+    """Read the file of a configured name. Runs in the trainer, and executes nothing."""
     if name.isidentifier() and Path(__file__).with_name("rules").joinpath(f"{name}.py").is_file():
         return UserCode(name)
     try:
@@ -144,8 +145,8 @@ def locate(name: str) -> UserCode:
 def load(
     located: Sequence[UserCode], args: Mapping[str, Any], explain: Callable[[BaseException], str] = lambda error: ""
 ) -> list[RewardFunction]:
-    """Executes the files and checks the signatures. Runs in a worker process. UserCodeError with everything that is wrong, each with what
-    `explain` adds."""
+    """Execute the files and check the signatures. Runs in a worker process. Raises UserCodeError with everything that is wrong, extended by
+    the sentences of `explain`."""
     functions, wrong = [], []
     for code in located:
         try:

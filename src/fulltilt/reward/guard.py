@@ -1,4 +1,4 @@
-"""Kills the worker processes, and removes their temporary files, when the trainer itself was killed and can no longer do it.
+"""Guard process: kills the worker processes and removes their temporary files when the trainer was killed and cannot do it itself.
 
 Started by file path, it imports nothing of fulltilt. Enters as an argument: the folder of the temporary files. Enters on standard input:
 lines `+PID` and `-PID`, the process groups that start and end. The trainer holds the only other end, so end of file means that the trainer

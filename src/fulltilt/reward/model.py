@@ -35,12 +35,12 @@ REMEDY = "Set reward_model.chat_template to a file with a suitable chat template
 
 class RewardEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, longest: int | None = None) -> None:
-        """`tokenizer` is the reward model's, with the chat template to use; `longest` is the model's context in tokens."""
+        """`tokenizer`: the reward model's, with the chat template to use. `longest`: the model's context in tokens."""
         self.tokenizer = tokenizer
         self._longest = longest
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """UserError if prompts cannot be written for the reward model: reported before the first rollout instead of after it."""
+        """Raise UserError if prompts cannot be written for the reward model, before the first rollout instead of after it."""
         for prompt in prompts:
             ids = self._encode(prompt, Sample(0, np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "."))
             if self._unreadable(ids):
@@ -50,7 +50,8 @@ class RewardEncoder:
                 )
 
     def rows(self, groups: Sequence[Group]) -> list[Row | str]:
-        """One row for each sample, in the order of groups and samples; a text instead says why the model cannot read the sample."""
+        """Return one row for each sample, in the order of groups and samples. A string in place of a row says why the model cannot read the
+        sample."""
         found: list[Row | str] = []
         for number, group in enumerate(groups):
             for sample in group.samples:
@@ -75,7 +76,7 @@ class RewardEncoder:
     def _plain(self, text: str, *, ended: bool) -> list[int]:
         ids = [int(token) for token in self.tokenizer(text)["input_ids"]]
         end = self.tokenizer.eos_token_id
-        # Some tokenizers write it themselves, after every text.
+        # Some tokenizers write the end token themselves, after every text.
         return [*ids, int(end)] if ended and end is not None and ids[-1:] != [end] else ids
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -89,21 +90,21 @@ class RewardEncoder:
 
 
 def _plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins text in parts into one string: a template that does not support parts would write them as Python prints a list."""
+    """Join text in parts into one string: a template that does not support parts would write them as Python prints a list."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else dict(message)
 
 
 def model_weight(group: Group, config: RewardConfig) -> float | None:
-    """The reward model's weight in a group's reward; None where the reward does not name the model."""
+    """Return the reward model's weight in a group's reward; None if the reward does not name the model."""
     return reward_weights(config.sources.get(group.prompt.data_source, config.function)).get(REWARD_MODEL)
 
 
 def add_model_scores(
     groups: Sequence[Group], scores: Sequence[Sequence[Score]], numbers: Iterable[float | str], config: RewardConfig
 ) -> list[list[Score]]:
-    """The scores with the reward model's numbers added: one for each sample of the groups whose reward names the model, in their order. A
-    text in place of a number says why there is none."""
+    """Return the scores with the reward model's numbers added. `numbers`: one for each sample of the groups whose reward names the model,
+    in their order; a string in place of a number says why there is none."""
     left, added = iter(numbers), []
     for group, of_group in zip(groups, scores, strict=True):
         weight = model_weight(group, config)

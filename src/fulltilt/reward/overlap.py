@@ -1,10 +1,10 @@
 """Calls of asynchronous functions: many in flight at once, in one process with one event loop.
 
 Enters: a process that has loaded the functions, and the queue of their calls. Each call leaves through `end` with its `CallOutcome`, in the
-order in which they end. Guaranteed: at most `limit` calls are in flight. A call's deadline counts from the moment the process begins it.
-Past it, the process cancels the call and continues; if the call ignores that for `grace_s`, the process is replaced once the others have
-ended; if it blocks the event loop, at once, and the others are handed out again. Where several calls may be the cause of a process's end,
-or of its not answering, each of them is tried again alone: what one call does is not held against another.
+order in which they end. Guaranteed: at most `limit` calls are in flight. A call's deadline counts from the moment the process begins it. At
+the deadline, the process cancels the call and continues. If the call ignores that for `grace_s`, the process is replaced once the other
+calls have ended; if the call blocks the event loop, the process is replaced at once, and the other calls are handed out again. If several
+calls may be the reason why a process ended, or does not answer, each of them is tried again alone: no call pays for another.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Overlap:
         self._queue = queue
         self._limit = limit
         self._timeout_s = timeout_s
-        self._patience_s = timeout_s + 2 * grace_s  # past a call's deadline, the process itself should have answered for it
+        self._patience_s = timeout_s + 2 * grace_s  # how long to wait for a call: by then the process should have reported its timeout
         self._end = end
         self._flying: dict[int, CallInFlight] = {}  # by the request's id
-        self._heard = 0.0  # when the process last got calls or began one: it should begin those that wait in it soon after
-        self._draining = False  # no more calls for this process
+        self._heard = 0.0  # when the process last got calls or began one: it should begin waiting calls soon after
+        self._draining = False  # whether the process gets no more calls
 
     def run(self) -> None:
-        """Returns when the process must be replaced, or the queue is closed."""
+        """Serve calls until the process must be replaced, or the queue is closed."""
         try:
             while self._send() or self._flying:
                 if not self._receive():
@@ -70,7 +70,7 @@ class Overlap:
         return bool(calls)
 
     def _count(self, ready: Sequence[RewardCall]) -> int:
-        """How many of the calls that are ready may begin now."""
+        """Return how many of the ready calls may begin now."""
         if any(flight.call.alone for flight in self._flying.values()):
             return 0
         if ready[0].alone:
@@ -78,8 +78,8 @@ class Overlap:
         return sum(1 for _ in takewhile(lambda call: not call.alone, islice(ready, self._limit - len(self._flying))))
 
     def _receive(self) -> bool:
-        """Waits for a call to begin or end, a while if more calls could be given. False: the process must be killed. TimeoutError if it
-        does not answer."""
+        """Wait for a call to begin or end; only briefly if more calls could be given. Returns False if the process must be killed. Raises
+        TimeoutError if it does not answer."""
         due = min(flight.begun or self._heard for flight in self._flying.values()) + self._patience_s - time.monotonic()
         look = due > LOOK_S and len(self._flying) < self._limit
         try:
@@ -101,7 +101,7 @@ class Overlap:
         self._flying[request] = replace(flight, begun=self._heard)
 
     def _finish(self, outcome: CallOutcome) -> bool:
-        """Whether the process continues."""
+        """Handle the end of a call. Returns whether the process continues."""
         flight = self._flying.pop(outcome.id, None)
         if flight is None or not outcome.answers(flight.call.request):
             raise ProcessLost(*FORGED)
@@ -113,12 +113,12 @@ class Overlap:
             self._end(flight.call, outcome)
         if not (outcome.blocks and outcome.ends_process):
             return True
-        # The others share no blame: together once more, and alone only if that happens to them again.
+        # The other calls are not to blame: they are tried together once more, and alone only if that happens to them again.
         self._queue.put_back([other.again(alone=other.call.repeats > 0) for other in self._flying.values()])
         return False
 
     def _blame(self, outcome: CallOutcome) -> None:
-        """The process has ended or hangs. The calls that it has begun may be the cause, or, if there are none, all."""
+        """Handle a process that has ended or hangs. The calls that it has begun may be the cause or, if there are none, all calls."""
         begun = [flight for flight in self._flying.values() if flight.begun]
         suspects = begun or list(self._flying.values())
         self._queue.put_back([flight.call for flight in self._flying.values() if flight not in suspects])

@@ -1,11 +1,12 @@
-"""One worker process as the trainer sees it: started, given requests, killed with everything it started. One thread uses it.
+"""One worker process, seen from the trainer: it is started, given requests, and killed with everything that it has started. One thread uses
+it.
 
 Enters: the setup, then requests. Leaves: one `CallOutcome` for each request, in order, whatever the process does. Guaranteed: nothing waits
 without a deadline: a call has its seconds from the moment the process begins it, loading has `LOAD_S`. What the process sends is checked,
 since a user's function may have written it.
 
-Its standard output and input are /dev/null. Messages go over a socket of its own (`worker` says in which form). What the interpreter
-writes when it crashes goes into a pipe that is read only afterwards; the kernel bounds the pipe, and nobody waits for a reader.
+Its standard output and input are /dev/null. Messages go over a socket of its own (`worker` says in which form). The interpreter's output in
+a crash goes into a pipe that is read only afterwards; the kernel limits the pipe's size, and nobody waits for a reader.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from fulltilt.records import UserError
 from fulltilt.reward.worker import LOST_CONNECTION, SIZE_BYTES, Request, family_of, past_deadline
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-# Finds this very fulltilt, then takes its folder off the path again so that nothing in it can hide a module of the standard library.
+# Imports this installation of fulltilt, then removes its folder from the path so that nothing in it can hide a module of the standard
+# library.
 BOOTSTRAP = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -44,35 +46,35 @@ LOAD_S = 120.0
 EXIT_GRACE_S = 0.25
 KILL_S = 5.0
 LARGEST_ANSWER = 16 * 2**20  # bytes
-# Where a message is not what a worker sends, the user's function has found the descriptor of its process.
+# If a message is not one that a worker sends, the user's function has found its process's descriptor.
 FORGED = ("wrote into the connection of its process", "")
 
 Message = TypeVar("Message")
 
 
 class StartFailed(UserError):
-    """The process could not be started, or ended while it loaded: another try may succeed."""
+    """The process could not be started, or ended while loading; another try may succeed."""
 
 
 class ProcessLost(Exception):
-    """The process has ended or must be killed. `args` are what it did, to follow a subject, and what the interpreter wrote."""
+    """The process has ended or must be killed. `args`: a description, to follow a subject, and the interpreter's output."""
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """How a call ended: with scores in the order of its samples, or with a failure, whose message continues the function's name."""
+    """The end of a call: scores in the order of its samples, or a failure, whose message continues the function's name."""
 
-    id: int = 0  # the request's
+    id: int = 0  # the request's id
     scores: tuple[tuple[FiniteFloat, dict[str, FiniteFloat], str | None], ...] = ()  # for each sample: value, parts, answer
     failure: Literal["error", "timeout", "crash", "mistake"] | None = None
     message: str = ""
     detail: str = ""
-    sample: int = 0  # which of the call's samples, for a mistake
+    sample: int = 0  # for a mistake: which of the call's samples
     seconds: FiniteFloat = 0.0
-    ends_process: bool = False  # the process must be replaced
-    try_again: bool = False  # what ran before in the process may have caused the failure: a fresh process should try once more
-    final: bool = False  # another try would end like this one
-    blocks: bool = False  # an asynchronous call kept its event loop from running for a second or more
+    ends_process: bool = False  # whether the process must be replaced
+    try_again: bool = False  # whether earlier calls may have caused the failure, so that a fresh process should try once more
+    final: bool = False  # whether another try would end in the same way
+    blocks: bool = False  # whether an asynchronous call kept its event loop from running for a second or more
 
     def answers(self, request: Request) -> bool:
         complete = bool(self.failure) or len(self.scores) == len(request.texts)
@@ -85,13 +87,13 @@ def late(timeout_s: float) -> CallOutcome:
 
 class Loaded(NamedTuple):
     memory_limited: bool
-    batch: tuple[bool, ...]  # for each function of the setup
+    batch: tuple[bool, ...]  # one value for each function of the setup
     asynchronous: tuple[bool, ...]
     needs_truth: tuple[bool, ...]
 
 
-# What a worker sends, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the
-# outcomes; of calls at once, the id of one that begins, or an outcome.
+# Messages of a worker, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the
+# outcomes; for asynchronous calls, the id of one that begins, or an outcome.
 LOADED: TypeAdapter[Loaded | str] = TypeAdapter(Loaded | str)
 BEGIN: TypeAdapter[Literal["begin"]] = TypeAdapter(Literal["begin"])
 OUTCOME = TypeAdapter(CallOutcome)
@@ -99,10 +101,10 @@ EVENT: TypeAdapter[int | CallOutcome] = TypeAdapter(int | CallOutcome)
 
 
 class Guard:
-    """The trainer's end of the guard process, told which process groups live."""
+    """The trainer's end of the guard process, which it tells which process groups are alive."""
 
     def __init__(self, folder: str) -> None:
-        """Starts it. StartFailed if the system refuses. `folder`: removed when the trainer was killed."""
+        """Start the guard. Raises StartFailed if the system refuses. `folder`: removed if the trainer was killed."""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), folder],
@@ -113,7 +115,7 @@ class Guard:
             )
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise  # no fault of the guard: the command line names the limit
+                raise  # not the guard's fault: the command line names the limit
             raise StartFailed(f"the guard of the reward processes could not be started: {error}") from error
 
     @property
@@ -121,21 +123,21 @@ class Guard:
         return self._process.pid
 
     def tell(self, sign: str, pid: int) -> None:
-        """`+`: this process group lives; `-`: it does not any more."""
+        """Report a process group. `sign`: "+" if it is alive, "-" if it no longer is."""
         assert self._process.stdin is not None
         # Without its guard a worker still ends with the trainer, but what its function started may continue.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{sign}{pid}\n".encode())
 
     def close(self) -> None:
-        """Once every group has been killed, there is nothing left to guard."""
+        """End the guard, after every group has been killed."""
         with self._process:
             self._process.kill()
 
 
 class WorkerProcess:
     def __init__(self, guard: Guard, environment: Mapping[str, str], *descriptors: int) -> None:
-        """Starts it. StartFailed if the system refuses. `descriptors`: further ones that it inherits."""
+        """Start the process. Raises StartFailed if the system refuses. `descriptors`: further descriptors that it inherits."""
         try:
             with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
                 self._socket, its_socket = socket.socketpair()
@@ -152,12 +154,12 @@ class WorkerProcess:
         self._guard = guard
         self._guard.tell("+", self._process.pid)
         self._received = b""  # the beginning of the next message
-        self._family: set[int] = set()  # descendants, as far as they have been noted
+        self._family: set[int] = set()  # descendants that have been noted so far
         self.used = False  # whether it has finished a call
         self.loaded: Loaded | None = None
 
     def load(self, setup: bytes, files: str) -> Loaded:
-        """Loads the functions. UserError for what is wrong with one of them, StartFailed if the process ended."""
+        """Load the functions. Raises UserError for a mistake in one of them, StartFailed if the process ended."""
         try:
             self._send(setup, LOAD_S)
             loaded = self._receive(LOADED, LOAD_S)
@@ -173,7 +175,7 @@ class WorkerProcess:
         return loaded
 
     def outcomes(self, requests: Sequence[Request], timeout_s: float) -> Iterator[CallOutcome]:
-        """Hands the requests over and gives their outcomes, in order. After one that ends the process, there is nothing more to ask for."""
+        """Hand the requests over, and yield their outcomes in order. An outcome that ends the process is the last one."""
         begun = False
         for request in requests:
             try:
@@ -184,7 +186,7 @@ class WorkerProcess:
                 if not outcome.answers(request):
                     raise ProcessLost(*FORGED)
             except TimeoutError:
-                # What ran before in the process, or a busy machine, may have kept it from beginning the call.
+                # Earlier calls of the process, or a busy machine, may have kept it from beginning this call.
                 outcome = replace(late(timeout_s), try_again=not begun)
             except ProcessLost as lost:
                 did, wrote = lost.args
@@ -193,22 +195,23 @@ class WorkerProcess:
             yield outcome
 
     def give(self, requests: Sequence[Request], seconds: float) -> None:
-        """Hands requests over. TimeoutError if the process does not take them in time."""
+        """Hand requests over. Raises TimeoutError if the process does not take them in time."""
         self._send(pickle.dumps(requests), seconds)
 
     def event(self, seconds: float) -> int | CallOutcome:
-        """Of calls at once, the next that begins or ends. TimeoutError if there is none in time, ProcessLost if there can be none."""
+        """Return the next of several asynchronous calls that begins or ends. Raises TimeoutError if there is none in time, ProcessLost if
+        there can be none."""
         return self._receive(EVENT, seconds)
 
     def interrupt(self) -> None:
-        """Called from another thread: the thread that waits for this process, or hands it calls, finds the connection closed. So does the
-        process, which ends."""
+        """Interrupt, from another thread, the thread that waits for this process or hands it calls: it finds the connection closed. So does
+        the process, which then ends."""
         self._note_family()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """Ends the process, its group and what left its group."""
+        """End the process, its group, and processes that left its group."""
         pid = self._process.pid
         self._note_family()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -222,7 +225,8 @@ class WorkerProcess:
         self._wait(KILL_S)
 
     def _note_family(self) -> None:
-        """While the process lives: once it has ended, nothing tells whose children those are that have left its group."""
+        """Note the process's descendants while it lives: once it has ended, nothing shows whose children those are that have left its
+        group."""
         if self._process.returncode is None:
             self._family.update(family_of(self._process.pid, generations=8))
 
@@ -237,7 +241,7 @@ class WorkerProcess:
             self._socket.sendall(len(payload).to_bytes(SIZE_BYTES) + payload)
 
     def _receive(self, expected: TypeAdapter[Message], seconds: float) -> Message:
-        """The next message. TimeoutError if there is none in time, ProcessLost if there can be none."""
+        """Return the next message. Raises TimeoutError if there is none in time, ProcessLost if there can be none."""
         try:
             return expected.validate_json(self._next_line(time.monotonic() + seconds))
         except ValidationError:
@@ -245,7 +249,7 @@ class WorkerProcess:
 
     def _next_line(self, deadline: float) -> bytes:
         while b"\n" not in self._received and len(self._received) <= LARGEST_ANSWER:
-            # Past the deadline too: an answer that came while this thread was kept from running is an answer in time.
+            # Also past the deadline: an answer that arrived while this thread could not run is an answer in time.
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 arrived = self._socket.recv(2**18)
@@ -258,11 +262,11 @@ class WorkerProcess:
         return line
 
     def _cause_of_death(self) -> tuple[str, str]:
-        """After the connection broke: what happened, in words, and what the interpreter wrote."""
+        """Return what happened, in words, and the interpreter's output. Called after the connection broke."""
         self._wait(EXIT_GRACE_S)
         lives = self._process.poll() is None
         self._note_family()
-        self._process.kill()  # a process that is only slow to end keeps its exit code
+        self._process.kill()  # a process that merely ends slowly keeps its exit code
         self._wait(KILL_S)
         code = self._process.poll()
         if code in (None, LOST_CONNECTION) or (lives and code == -signal.SIGKILL):
@@ -283,7 +287,7 @@ def _start(descriptors: tuple[int, ...], environment: Mapping[str, str]) -> subp
         stdout=subprocess.DEVNULL,
         stderr=crash_log,
         pass_fds=descriptors,
-        # Its own session: Ctrl-C in the terminal is not for it, and its whole group can be killed at once.
+        # A separate session: Ctrl-C in the terminal does not reach it, and its whole group can be killed at once.
         start_new_session=True,
         env=environment,
     )

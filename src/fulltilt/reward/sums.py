@@ -2,8 +2,8 @@
 
 `reward.function` and each entry of `reward.sources` name one reward or a table of rewards and weights. A single name is a sum with one
 term, whose score is the function's own. With several, each function's value becomes a part under a short label, and its parts are named
-under that label. The reward model is not included here: its score is added later (`model`). Guaranteed: if one function failed, so has the
-sum; the answer is the first that a function gives, in the table's order.
+under that label. The reward model is not included here: its score is added later (`model`). Guaranteed: if one function has failed, the sum
+has failed; the answer is the first one that a function returns, in the table's order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Component:
 
     function: int  # index into Sums.names
     weight: float
-    label: str  # begins the names of its parts; empty where the reward has only this one component
+    label: str  # prefix of the names of its parts; empty if the reward has only this component
 
 
 class Sums:
-    """The sums of a configuration, and the functions they are made of."""
+    """The sums of a configuration, and their functions."""
 
     def __init__(self, config: RewardConfig) -> None:
         default, tables = reward_weights(config.function), {source: reward_weights(table) for source, table in config.sources.items()}
@@ -50,14 +50,14 @@ class Sums:
 
 
 def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """The label of `FILE.py:NAME` is NAME, unless another reward of the run has that label too."""
+    """Return a label for each name. The label of `FILE.py:NAME` is NAME, unless another reward of the run has that label too."""
     short = {name: name.rpartition(":")[2] for name in names}
     count = Counter(short.values())
     return {name: label if count[label] == 1 else name for name, label in short.items()}
 
 
 def combine(components: Sequence[Component], found: Sequence[Score], error_value: float = 0.0) -> Score:
-    """The score of one sample from those of the components, in their order. A sum that is too large has failed."""
+    """Combine the scores of one sample, one per component, in their order. A sum that is too large has failed."""
     for score in found:
         if score.error is not None:
             return score

@@ -1,16 +1,16 @@
 """A reward process from inside: calls enter over one inherited socket, one answer for each leaves.
 
-Messages to a worker are pickles, each after its size, since ground truths may hold any plain or numpy value. Its answers are lines of
-JSON: a process that runs a user's code must not be able to make the trainer unpickle anything. A worker answers calls one after the other
-or, from the first call of an asynchronous function on, all at once, on one event loop that lives as long as the process. Then it says of
-each call when it begins. The loop answers for a call that ignores being cancelled, and a thread for one that blocks the loop.
+Messages to a worker are pickles, each after its size, since ground truths may hold any plain or numpy value. Its answers are lines of JSON:
+a process that runs a user's code must not be able to make the trainer unpickle anything. A worker answers calls one after the other or,
+from the first call of an asynchronous function on, all at once, on one event loop that lives as long as the process. From then on it
+reports when each call begins. The loop answers for a call that ignores its cancellation, and a thread answers for a call that blocks the
+loop.
 
 Guaranteed: what the function prints goes nowhere and takes no memory (its last two kilobytes are kept for error reports); memory is
-limited; a fork of the function never answers in its parent's place; the process ends with the trainer. What one call leaves behind
-(alarm, working directory, closed output, random state) does not reach the next, so a score does not depend on which worker gave it.
-(Asynchronous calls run beside one another: only what happens before a call's first `await` is its own.) The process is confined before
-any code of the user's runs. Imports neither torch nor numpy and starts fast. The trainer enforces deadlines: this process may hang at any
-point.
+limited; a fork of the function never answers in its parent's place; the process ends with the trainer. Side effects of one call (alarm,
+working directory, closed output, random state) do not reach the next, so a score does not depend on which worker computed it. (Asynchronous
+calls run side by side: only the code before a call's first `await` runs undisturbed.) The process is confined before any code of the user's
+runs. Imports neither torch nor numpy and starts fast. The trainer enforces deadlines: this process may hang at any point.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from fulltilt.user_code import UserCode, UserCodeError, describe
 if TYPE_CHECKING:  # imported where it is used: a worker starts in half the time without it
     import asyncio
 
-LOST_CONNECTION = 113  # exit code: the function closed the descriptors of its process
-MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to be replaced
-SIZE_BYTES = 8  # before each message to a worker
+LOST_CONNECTION = 113  # exit code: the function has closed the descriptors of its process
+MOST_CHILDREN = 32  # most processes that calls may leave behind before the worker asks to be replaced
+SIZE_BYTES = 8  # size field before each message to a worker
 OUTPUT_TAIL = 2048
 DETAIL_LENGTH = 8000
-WATCH_S = 0.2  # how often the event loop is looked at
-BLOCKED_S = 1.0  # a call blocks the event loop if it is seen running for so long
+WATCH_S = 0.2  # seconds between looks at the event loop
+BLOCKED_S = 1.0  # a call blocks the event loop if it is seen running for this long
 
 _write_json = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -58,19 +58,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Setup:
-    """The trainer's first message."""
+    """The trainer's first message to a worker."""
 
     functions: tuple[UserCode, ...]
     args: dict[str, Any]
     memory_bytes: int
-    timeout_s: float  # deadline of an asynchronous call; the trainer enforces the deadlines of all others
-    grace_s: float  # from its deadline until an asynchronous call that was cancelled must have ended
+    timeout_s: float  # deadline of asynchronous calls; the trainer enforces the deadlines of all others
+    grace_s: float  # seconds from its deadline within which a cancelled asynchronous call must end
     confinement: Confinement | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call, as it travels."""
+    """One call, as it is sent to a worker."""
 
     id: int
     function: int  # index into Setup.functions
@@ -86,7 +86,7 @@ class RunningCall:
     request: Request
     began: float
     blocks: bool = False
-    answered: bool = False  # although it, or a task that it started, may continue
+    answered: bool = False  # whether it has been answered, although it or a task that it started may continue
 
 
 class _Tail(io.RawIOBase):
@@ -120,12 +120,12 @@ class RewardWorker:
         self._folder = os.getcwd()
         self._functions: list[functions.RewardFunction] = []
         self._setup: Setup
-        self._finished = 0  # calls
+        self._finished = 0  # number of finished calls
         self._answers: asyncio.StreamWriter | None = None  # writes answers from the event loop, once it runs
         self._running: weakref.WeakKeyDictionary[asyncio.Task[Any], RunningCall] = weakref.WeakKeyDictionary()
 
     def serve(self) -> None:
-        """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
+        """Answer until the trainer is gone, then kill everything that the functions started, and this process itself."""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             if self._load(self._next_message()):
                 requests = self._next_message()
@@ -164,7 +164,7 @@ class RewardWorker:
 
     def _load(self, setup: Setup) -> bool:
         memory_limited = _limit_memory(setup.memory_bytes)
-        # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
+        # Otherwise a child that outlives its worker would keep the trainer from seeing that the worker is gone.
         os.register_at_fork(after_in_child=lambda: os.close(self._connection))
         self._setup = setup
         _redirect_output()
@@ -183,7 +183,7 @@ class RewardWorker:
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
-        # The deadline of the first call counts from here, that of a later call from the previous answer.
+        # The deadline of the first call counts from here, and that of a later call from the previous answer.
         self._send("begin")
         for request in requests:
             began = time.perf_counter()
@@ -194,15 +194,15 @@ class RewardWorker:
     def _answer_at_once(self, requests: Sequence[Request]) -> None:
         import asyncio
 
-        # Not `asyncio.run`: at the end it would wait for calls that ignore being cancelled.
+        # Not `asyncio.run`: at the end it would wait for calls that ignore their cancellation.
         loop = asyncio.new_event_loop()
         loop.set_task_factory(self._make_task)
-        with contextlib.suppress(RuntimeError):  # the system allows no thread: then the trainer's deadlines must do
+        with contextlib.suppress(RuntimeError):  # if the system allows no thread, the trainer's deadlines must do
             threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         loop.run_until_complete(self._converse(requests))
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """A task that a call starts belongs to that call."""
+        """Make a task that belongs to the call which starts it."""
         import asyncio
 
         task = asyncio.Task(coroutine, loop=loop, **options)
@@ -211,7 +211,7 @@ class RewardWorker:
         return task
 
     def _on(self, loop: asyncio.AbstractEventLoop) -> RunningCall | None:
-        """The call that runs on the event loop at this moment."""
+        """Return the call that runs on the event loop at this moment."""
         import asyncio
 
         task = asyncio.current_task(loop)
@@ -233,7 +233,7 @@ class RewardWorker:
                 return
 
     def _answer_for(self, call: RunningCall, **said: Any) -> None:
-        """Past its deadline, for a call that does not end: it ignored being cancelled, or does not let the event loop cancel it."""
+        """Answer for a call that does not end after its deadline: it ignored its cancellation, or blocks the event loop."""
         call.answered = True
         answer = self._timeout() | said | {"id": call.request.id, "seconds": time.perf_counter() - call.began, "ends_process": True}
         self._send(answer)
@@ -269,7 +269,7 @@ class RewardWorker:
             answer: dict[str, Any] = {"scores": scores}
         except BaseException as error:
             answer = self._failure(error, request, output)
-        if limit.expired():  # whatever the call made of being cancelled
+        if limit.expired():  # however the call reacted to its cancellation
             answer = self._timeout()
         deaf.cancel()
         if not call.answered:
@@ -277,8 +277,8 @@ class RewardWorker:
             self._finish(request, answer | {"blocks": call.blocks}, call.began)
 
     def _finish(self, request: Request, answer: dict[str, Any], began: float) -> bool:
-        """Sends the answer, with the fields of an `CallOutcome` (`process`). Whether the process must be replaced."""
-        # What the call left behind must not reach the next.
+        """Send the answer, with the fields of a `CallOutcome` (`process`). Returns whether the process must be replaced."""
+        # Side effects of the call must not reach the next.
         signal.alarm(0)
         with contextlib.suppress(OSError):
             os.chdir(self._folder)
@@ -300,7 +300,7 @@ class RewardWorker:
             return self._failure(error, request, output)
 
     def _failure(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
-        """sys.exit and KeyboardInterrupt included: nothing a function raises ends its process."""
+        """Describe a failure. sys.exit and KeyboardInterrupt are included: nothing that a function raises ends its process."""
         if isinstance(error, functions.NotANumber):
             return {"failure": "mistake", "sample": error.args[0], "message": error.args[1]}
         if isinstance(error, functions.WrongResult):
@@ -322,7 +322,7 @@ class RewardWorker:
 
 
 def _redirect_output() -> _Tail:
-    """Called for every call, since the previous call may have closed or replaced the output."""
+    """Redirect the output. Called for every call, since the previous call may have closed or replaced the output."""
     tail = _Tail(1)
     for name in ("stdout", "stderr"):
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True))
@@ -336,7 +336,8 @@ def _seed(seed: int) -> None:
 
 
 def _limit_memory(limit: int) -> bool:
-    """Whether the limit could be set: macOS may refuse, and then only the deadline protects the machine's memory."""
+    """Limit this process's memory. Returns whether that worked: macOS may refuse, and then only the deadline protects the machine's
+    memory."""
     try:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -347,11 +348,11 @@ def _limit_memory(limit: int) -> bool:
 
 
 def _children_left() -> bool:
-    """Whether calls left more processes behind than a worker may keep."""
+    """Return whether calls left more processes behind than a worker may keep."""
     if not hasattr(os, "waitid"):
         return False
     try:
-        # Does not reap: the function may wait for the exit status itself.
+        # Does not reap children: the function may wait for their exit status itself.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
@@ -359,12 +360,12 @@ def _children_left() -> bool:
 
 
 def family_of(ancestor: int, generations: int) -> list[int]:
-    """Descendants of a process, read from /proc; none where there is no /proc."""
+    """Return the descendants of a process, read from /proc; none if there is no /proc."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The second field, the name in brackets, may itself hold spaces and brackets.
+                # The second field, the name in brackets, may contain spaces and brackets.
                 parent = int(file.read().rpartition(b")")[2].split()[1])
         except (OSError, IndexError):
             continue
@@ -378,7 +379,7 @@ def family_of(ancestor: int, generations: int) -> list[int]:
 
 
 def _end_with(trainer: int) -> None:
-    """Linux kills this process when the trainer's thread that started it ends; elsewhere end of file and the guard end it."""
+    """Make Linux kill this process when the trainer's thread that started it ends; elsewhere end of file and the guard end it."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -397,7 +398,7 @@ def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Has a descriptor of its own, since standard error goes to /dev/null: reports where a segmentation fault happened.
+    # Writes to its own descriptor, since standard error goes to /dev/null: reports where a segmentation fault happened.
     faulthandler.enable(file=crash_log)
     worker = RewardWorker(connection)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)

@@ -3,10 +3,10 @@
 `collect` is one round of sampling. Enters: prompts. Leaves: one group for each, in prompt order, whatever order they finished in.
 Guaranteed: `on_group` sees each group as soon as it is complete, so that rewards run while generation continues.
 
-`fill` is dynamic sampling. Enters: how many useful groups a step wants, those left over from earlier steps, and a function that samples a
-round of new ones. Leaves: the groups to train on and those left over. Guaranteed: the oldest come first, and within a round prompt order
-is kept; no useful group is lost or used twice; no round is sampled once there are enough groups, and at most `max_rounds` in all; when
-these are used up, the step gets fewer groups instead of failing. Free of torch.
+`fill` is dynamic sampling. Enters: the number of useful groups for a step, groups left over from earlier steps, and a function that samples
+a round of new groups. Leaves: the groups to train on and those left over. Guaranteed: the oldest groups come first, and within a round
+prompt order is kept; no useful group is lost or used twice; no round is sampled once there are enough groups, and at most `max_rounds` in
+all; after these, the step gets fewer groups instead of failing. Free of torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def collect(
     generate: Generate[SomeGroup], prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[SomeGroup], None]
 ) -> tuple[SomeGroup, ...]:
     finished: dict[int, SomeGroup] = {}
-    with closing(generate(prompts, sampling, seed)) as groups:  # whatever breaks, the engine gives its memory back
+    with closing(generate(prompts, sampling, seed)) as groups:  # even on an error, the engine frees its memory
         for group in groups:
-            # Found by its place: a worker in another process answers with a copy of the prompt.
+            # found by its place: a worker in another process returns a copy of the prompt
             finished[group.place] = replace(group, prompt=prompts[group.place])
             on_group(finished[group.place])
     return tuple(finished[place] for place in range(len(prompts)))
@@ -48,11 +48,11 @@ class ScoredGroup:
 class StepGroups:
     """The groups that one step collected."""
 
-    kept: tuple[ScoredGroup, ...]  # to train on: as many as wanted, or fewer when the rounds ran out
-    surplus: tuple[ScoredGroup, ...]  # useful ones that were not needed, for the next step
-    sampled: tuple[ScoredGroup, ...]  # all of this step's rounds, useful or not
+    kept: tuple[ScoredGroup, ...]  # to train on: as many as wanted, or fewer if the rounds were used up
+    surplus: tuple[ScoredGroup, ...]  # useful groups that were not needed, for the next step
+    sampled: tuple[ScoredGroup, ...]  # all groups of this step's rounds, useful or not
     rounds: int
-    dropped: int  # how many of the sampled ones were not useful
+    dropped: int  # number of sampled groups that were not useful
 
 
 def fill(
@@ -62,8 +62,8 @@ def fill(
     useful: Callable[[ScoredGroup], bool],
     max_rounds: int,
 ) -> StepGroups:
-    """Collect `wanted` useful groups. `ask` gets the number of the round in this step, from 0, and returns the round's groups, scored, in
-    prompt order. `surplus` comes from the step before, and its groups are known to be useful."""
+    """Collect `wanted` useful groups. `ask`: gets the number of the round in this step, from 0, and returns the round's scored groups in
+    prompt order. `surplus`: groups from the previous step, which are known to be useful."""
     ready, sampled = list(surplus), list[ScoredGroup]()
     rounds = 0
     while len(ready) < wanted and rounds < max_rounds:

@@ -3,9 +3,9 @@
 Enters: the rows of a pass (one sample each: its newest token, its blocks, its seed) and how many steps to make. Leaves: the tokens and
 log-probs that each row drew, up to the end token or the longest response. Guaranteed: the tokens are the same as if the host looked after
 every step; on CUDA one captured graph per batch size runs a step (model, head, sampling and stop detection), captured once and used for as
-long as the engine lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks
-for their results: by then more steps of the same rows may be running. A model that no graph can hold runs the same steps eagerly from then
-on, and `eager_reason` says why. Members of a tensor-parallel group, who run the same steps, have graphs all or none.
+long as the engine lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks for
+their results: by then more steps of the same rows may be running. A model that no graph can hold runs the same steps eagerly from then on,
+and `eager_reason` says why. Members of a tensor-parallel group, which run the same steps, all have graphs, or none has.
 
     decoder.start(rows, sampling)
     first = decoder.launch(16)
@@ -40,21 +40,21 @@ from fulltilt.rollout.engine import EngineContext
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.words import first_line
 
-SHORTEST = 4  # fewest steps before the host looks at the results
-# Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
-# A sample that has ended is computed until the host looks, so more would be wasted.
+SHORTEST = 4  # the least number of steps before the host looks at the results
+# Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the previous
+# steps. A sample that has ended is computed until the host looks, so more would be wasted.
 WORK = 6.5e12
 
 
 class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create, and the device waits for a thousand of them
     """One sample that decodes."""
 
-    token: int  # the newest, whose keys and values are not in the cache yet
-    position: int  # its place in prompt + response
-    drawn: int  # tokens of the response so far
+    token: int  # the newest token, whose keys and values are not in the cache yet
+    position: int  # the token's place in prompt + response
+    drawn: int  # number of tokens of the response so far
     seed: int
     blocks: Sequence[int]
-    forced: int | None = None  # the response gets exactly this many tokens, whether or not there are end tokens among them
+    forced: int | None = None  # draw exactly this many tokens, whether or not there are end tokens among them
 
 
 Drawn = tuple[list[int], list[float]]  # the new tokens of a row, and their log-probs
@@ -77,10 +77,10 @@ class Decoder:
         self.model, self.head, self.members = model, Head.of(model), context.members
         self.block_tokens, self.rows = limits.block_tokens, rows
         self.graphs, self.required = limits.cuda_graphs, limits.graphs_required
-        # Of the largest member of a tensor-parallel group, because all must run as many steps.
+        # Of the largest member of a tensor-parallel group, because all members must run equally many steps.
         self._parameters = self._most(sum(used_by_a_token(parameter, model.config) for parameter in model.parameters()))
         self._sizes = sizes_up_to(rows)
-        self.overlaps = device.type != "cpu"  # steps run while the host works on, so it pays to launch ahead
+        self.overlaps = device.type != "cpu"  # steps run while the host works, so it is worth launching ahead
         zeros = partial(torch.zeros, device=device)
         self._end_tokens = torch.tensor(sorted(context.end_tokens) or [-1], dtype=torch.int64, device=device)
         self._ends = self._end_tokens.repeat(rows, 1)  # end tokens of each row: none if its length is forced
@@ -90,10 +90,10 @@ class Decoder:
         self._bases = zeros(len(context.layers), 2, 1, dtype=torch.int64)
         self._table = zeros(rows, 0, dtype=torch.int32)
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
-        self._pool: Any = None  # a handle of the memory of all graphs' temporaries
+        self._pool: Any = None  # a handle of the memory for all graphs' temporaries
         self._captured: dict[tuple[int, bool], CapturedStep] = {}
         self.captures = 0
-        self.eager_reason: str | None = None  # why there are no graphs although they were asked for
+        self.eager_reason: str | None = None  # why there are no graphs although the settings ask for them
         self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # all four belong to the batch
         obstacle = why_not_captured(model) or (self.head.part.not_captured if self.head.part else None)
         if self.graphs and obstacle is not None:
@@ -107,7 +107,7 @@ class Decoder:
         self._bases.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def reach(self, tokens: int) -> None:
-        """Make the block table large enough for samples of that many tokens."""
+        """Make the block table large enough for samples of this many tokens."""
         blocks = -(-(tokens + 2 * BURST) // self.block_tokens)  # the second of two launches may go beyond the end
         if blocks <= self._table.shape[1]:
             return
@@ -117,11 +117,12 @@ class Decoder:
         self._pool = None
 
     def size_for(self, rows: int) -> int:
-        """How many rows a step computes for that many samples."""
+        """Return how many rows a step computes for this many samples."""
         return next(size for size in self._sizes if size >= rows) if self.graphs else rows
 
     def burst(self, rows: int) -> int:
-        """Steps until the host looks at that many rows. Where steps do not overlap with the host, it looks rarely: each look takes time."""
+        """Return the number of steps until the host looks at this many rows. If steps do not overlap with the host, it looks rarely, since
+        each look takes time."""
         return max(SHORTEST, min(BURST, int(WORK / max(1, self._parameters * rows)))) if self.overlaps else BURST
 
     def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
@@ -130,7 +131,7 @@ class Decoder:
         size, count = self.size_for(len(rows)), len(rows)
         tokens, positions, drawn, seeds, blocks, forced = zip(*rows, strict=True)
         self._sampling, self._count, self._size = sampling, count, size
-        self._taken = np.array(drawn)  # tokens of each response that the host already has
+        self._taken = np.array(drawn)  # number of tokens of each response that the host already has
         numbers = np.zeros((7, size), dtype=np.int64)
         numbers[0, :count], numbers[0, count:] = RUNNING, EMPTY
         numbers[1, :count] = [length or sampling.max_new_tokens for length in forced]
@@ -151,7 +152,7 @@ class Decoder:
 
     @torch.no_grad()
     def launch(self, steps: int) -> Callable[[], list[Drawn]]:
-        """Start at most BURST steps on the device. Returns a function that waits for them and returns what was drawn; on a CPU the steps
+        """Start at most BURST steps on the device. Returns a function that waits for them and returns the drawn tokens; on a CPU the steps
         run in that function."""
         assert 0 < steps <= BURST
         sampling = self._sampling
@@ -175,7 +176,7 @@ class Decoder:
 
     @torch.no_grad()
     def _run_on_cpu(self, steps: int, restricted: bool) -> list[Drawn]:
-        """Rows that have ended are left out of each step: on a CPU, looking is free and computing is not."""
+        """Run steps on a CPU. Rows that have ended are left out of each step: looking is free there, and computing is not."""
         sampling = self._sampling
         narrowed = {"top_k": sampling.top_k, "top_p": sampling.top_p} if restricted else {}
         for _ in range(steps):
@@ -187,13 +188,13 @@ class Decoder:
         return self._take(self._results())
 
     def _step(self, size: int, restricted: bool) -> None:
-        """One step as a graph captures it: everything that may change is read from the device."""
+        """Run one step as a graph captures it: everything that may change is read from the device."""
         rows = slice(0, size)
         narrowed = {"top_k": self._top_k[rows], "top_p": self._top_p[rows]} if restricted else {}
         self._advance(rows, torch.arange(size, device=self.model.device), temperature=self._temperature[rows], **narrowed)
 
     def _advance(self, rows: slice | torch.Tensor, numbers: torch.Tensor, **sampling: Any) -> None:
-        """One step of `rows`, whose row numbers are `numbers`."""
+        """Run one step of `rows`, whose row numbers are `numbers`."""
         self.members.begin_pass()
         progress, block = self._progress, self.block_tokens
         running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
@@ -217,7 +218,7 @@ class Decoder:
 
     @torch.no_grad()
     def stand_in(self, rows: int) -> None:
-        """A step over a filler of one row, which makes the collectives of one of so many rows. What the cache holds means nothing
+        """Run a step over a filler of one row, with the collectives of a step of this many rows. The cache's contents are meaningless
         afterwards."""
         nothing = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         context = Decode(
@@ -232,11 +233,11 @@ class Decoder:
             self.head.product(hidden.expand(rows, -1))
 
     def sizes(self, rows: int, steps: int) -> list[int]:
-        """Rows of each step that `launch` makes itself. On a CPU the function that it returns makes them."""
+        """Return the rows of each step that `launch` runs itself; on a CPU, its returned function runs the steps."""
         return [] if self.model.device.type == "cpu" else [self.size_for(rows)] * steps
 
     def _most(self, number: int) -> int:
-        """The largest of the numbers that the members of a tensor-parallel group have, if the model is divided among some."""
+        """Return the largest of the numbers of all members of a tensor-parallel group, if there is one."""
         if self.head.part is None:
             return number
         found = torch.tensor([number], dtype=torch.int64, device=self.model.device)
@@ -244,7 +245,8 @@ class Decoder:
         return int(found)
 
     def _graph(self, size: int, restricted: bool) -> CapturedStep | None:
-        """The captured step of that size, or None if it cannot be captured: then no graph is tried again and nothing else has changed."""
+        """Return the captured step of that size, or None if it cannot be captured: then no graph is tried again and nothing else has
+        changed."""
         found = self._captured.get((size, restricted))
         if found is not None:
             return found
@@ -252,14 +254,14 @@ class Decoder:
         self._progress.states.fill_(EMPTY)
         try:
             self._captured[size, restricted] = self._capture_with_room(size, restricted)
-        except torch.OutOfMemoryError:  # not the model's fault: the engine goes on with fewer samples at once
+        except torch.OutOfMemoryError:  # not the model's fault: the engine continues with fewer samples at once
             raise
         except RuntimeError as error:  # the type of all errors of torch.cuda
             reason = f"a step of the model cannot be captured: {first_line(error)}"
         finally:
             self._progress.states.copy_(states)
-        failed = self._most(int(reason is not None))  # members that fill batches up and members that do not would compute different rows
-        if failed:  # outside the handler, whose error still holds the memory to be freed
+        failed = self._most(int(reason is not None))  # members with graphs pad batches, and would compute other rows than members without
+        if failed:  # outside the handler, whose error still holds memory to be freed
             self._give_up_graphs(reason or "a step of the model cannot be captured by another member of the tensor-parallel group")
             return None
         self.captures += 1
@@ -267,8 +269,8 @@ class Decoder:
 
     def _capture_with_room(self, size: int, restricted: bool) -> CapturedStep:
         """Capture, if needed after freeing memory. The members of a tensor-parallel group run the step together, so none may try twice, or
-        go on with fewer samples alone: they free memory first. If memory beside torch's allocator is used up, for the graph itself or its
-        kernels, fewer samples would not help: that is a plain RuntimeError here."""
+        continue alone with fewer samples: they free memory first. If memory outside torch's allocator is used up, for the graph itself or
+        its kernels, fewer samples would not help, and a plain RuntimeError is raised."""
         if self.head.part is None:
             try:
                 return self._capture(size, restricted)
@@ -288,8 +290,8 @@ class Decoder:
             ) from error
 
     def _capture(self, size: int, restricted: bool) -> CapturedStep:
-        """Run the step on empty rows, then capture it. The first runs compile the kernels, and find a wait for the device while that is
-        only an error: inside a capture it would break the stream."""
+        """Run the step on empty rows, then capture it. The first runs compile the kernels, and find waits for the device at a time when
+        they are only errors: inside a capture they would break the stream."""
         graph, part = torch.cuda.CUDAGraph(), self.head.part  # a RuntimeError where there is no CUDA device
         outside, side = torch.cuda.current_stream(), capture_stream()
         side.wait_stream(outside)
@@ -312,7 +314,7 @@ class Decoder:
             finally:
                 if not self._captured:  # torch refuses to record into a pool that no graph uses any more
                     self._pool = None
-            # An invalid capture fails once more when it ends: the first failure says what was wrong.
+            # An invalid capture fails once more when it ends; the first failure gives the cause.
             first = error.__context__ or error
             raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
         return CapturedStep(graph, count)
@@ -342,12 +344,12 @@ class Decoder:
 
 
 def count_nothing() -> None:
-    """For a step without collectives."""
+    """Do nothing, for a step without collectives."""
 
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One stream for all captures: each stream that ran a matrix product keeps a workspace of tens of MiB."""
+    """Return one stream for all captures: each stream that ran a matrix product keeps a workspace of tens of MiB."""
     return torch.cuda.Stream()
 
 
@@ -365,11 +367,11 @@ def refuse_waits() -> Iterator[None]:
 
 
 def give_up_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Give back the memory of a capture that has failed, and undo what some versions of torch leave behind if it was invalid. Where torch's
-    allocator has run out of memory the capture ends as others do, and its graph holds the pool: releasing that twice ends the process."""
+    """Free the memory of a failed capture, and clean up after an invalid capture in some versions of torch. If torch's allocator has run
+    out of memory, the capture ends normally, and its graph holds the pool: releasing the pool twice would end the process."""
     try:
         graph.pool()
-    except RuntimeError:  # it has not ended, and its graph holds nothing
+    except RuntimeError:  # the capture has not ended, and its graph holds nothing
         leave_invalid_capture(pool)
     else:
         graph.reset()
@@ -379,8 +381,8 @@ def leave_invalid_capture(pool: tuple[int, int]) -> None:
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # some versions keep recording into the pool; the others have stopped by themselves
         torch._C._cuda_endAllocateToPool(device, pool)
-    if torch.__version__ < "2.12":  # later versions free the pool's memory by themselves, which must not happen twice
+    if torch.__version__ < "2.12":  # later versions free the pool's memory themselves, and freeing it twice is an error
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_releasePool(device, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one that succeeds, or the device's random generator would stay in capture mode
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # success ends the capture mode of the device's random generator
         torch.zeros(1, device="cuda")

@@ -4,8 +4,8 @@ Enters: prompts and how to sample. Leaves: groups, each as soon as its last samp
 sampled ones, log-probs are those of the full softmax at the sampling temperature, and a group is complete.
 
 An engine is one file, `rollout/engines/NAME.py`, which defines `make`, a class or function that takes an `EngineContext` and returns an
-`Engine`, and `OBEYS`, those of `ENGINE_KNOBS` that it obeys; `refuses(config)`, if there is one, names other settings that it cannot run
-with. The file's name is the value of `rollout.engine`; nothing else lists it.
+`Engine`, and `OBEYS`, the `ENGINE_KNOBS` that the engine uses; an optional `refuses(config)` names other settings that the engine cannot
+run with. The file's name is the value of `rollout.engine`; nothing else lists it.
 """
 
 from __future__ import annotations
@@ -32,68 +32,72 @@ if TYPE_CHECKING:
 
 Weights = Iterable[tuple[str, torch.Tensor]]  # parameters by name, each valid until the next is asked for
 Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
-Listener = Callable[[int, Sequence[int]], None]  # gets the place of a prompt and all tokens of one of its samples so far
+Listener = Callable[[int, Sequence[int]], None]  # called with the place of a prompt and all tokens of one of its samples so far
 
 
 @dataclass(frozen=True)
 class FreeSeats:
-    """Said by an engine that is fed: it could start this many more groups now."""
+    """Yielded by an engine with a feed: the number of groups that it could start now."""
 
     groups: int
 
 
 class Feed(Protocol):
-    """More prompts for an engine that is generating. Every `FreeSeats` has one answer; an empty one means that no more will come."""
+    """More prompts for an engine that is generating. Every `FreeSeats` gets one answer; an empty answer means that no more prompts will
+    come."""
 
     longest: int  # tokens of the longest prompt that may come
 
     def take(self, *, wait: bool) -> Sequence[Prompt] | None:
-        """The answer to the last `FreeSeats`; None if it has not come. With `wait` it is waited for, if it can come meanwhile."""
+        """Return the answer to the last `FreeSeats`, or None if it has not come. `wait`: whether to wait for it, if it can come
+        meanwhile."""
 
 
 class Engine(ABC):
-    """An engine that shares the trainer's weights and holds no memory needs no more than `generate`."""
+    """A rollout engine. One that shares the trainer's weights and holds no memory needs no more than `generate`."""
 
-    can_be_fed = False  # whether it has `generate_fed`
+    can_be_fed = False  # whether it implements `generate_fed`
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self.listener: Listener | None = None  # told of tokens as they come, by engines that see them
-        self.key_heads = 0  # the most that it caches for a layer, where its KV cache can be read
-        self.halted: Callable[[], bool] | None = None  # asked before each pass whether to stop, where several engines run passes together
+        self.listener: Listener | None = None  # called with tokens as they come, by engines that see them
+        self.key_heads = 0  # the most key heads that it caches for a layer, if its KV cache can be read
+        self.halted: Callable[[], bool] | None = None  # asked before each pass whether to stop, if several engines run passes together
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
-        """Groups of `sampling.samples` samples, in the order in which they finish. `lengths` forces the number of tokens of the samples it
-        names: neither end tokens nor stop strings end them."""
+        """Yield groups of `sampling.samples` samples, in the order in which they finish. `lengths`: forces the number of tokens of the
+        samples in it, which neither end tokens nor stop strings end."""
 
     def generate_fed(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, feed: Feed) -> Iterator[Group | FreeSeats]:
-        """The same, with more prompts from `feed` as soon as there are free seats. The place of a group counts those too."""
+        """Generate like `generate`, with more prompts from `feed` as soon as there are free seats. A group's place counts those prompts
+        too."""
         raise NotImplementedError(f"{type(self).__name__} takes no prompts while it generates")
 
     def sync(self, version: int, weights: Weights) -> None:  # noqa: B027
-        """The trainer's weights have changed. An engine with weights of its own copies them from the stream, which others leave unread."""
+        """Use the trainer's changed weights. An engine with its own weights copies them from the stream, which other engines leave
+        unread."""
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """The weights that it samples from, where they can be read."""
+        """Return the weights that it samples from, if they can be read."""
         return ()
 
     def release(self) -> None:  # noqa: B027
-        """Give memory back for the update; the next `generate` takes it again."""
+        """Free memory for the update; the next `generate` allocates it again."""
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The tensors of the KV cache that it holds now."""
+        """Return the tensors of the current KV cache."""
         return ()
 
     def take_limits(self) -> RolloutLimits | None:
-        """Its limits now, and where memory ran out since the last call. None: it cannot go on with less."""
+        """Return the current limits, and reports of out-of-memory errors since the last call. None: the engine cannot lower its limits."""
         return None
 
     def limit(self, limits: RolloutLimits) -> None:  # noqa: B027
-        """From the next call on, have no more in memory at once than this."""
+        """Set the most that the engine may hold in memory at once, from the next call on."""
 
     def stats(self) -> EngineStats:
-        """Statistics of the last `generate`."""
+        """Return the statistics of the last `generate`."""
         return self.recorder.stats
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
@@ -112,33 +116,33 @@ class EngineLimits:
     chunked_prefill: bool = True
     prefix_sharing: bool = True
     cuda_graphs: bool = False
-    graphs_required: bool = False  # a model that no graph can hold is an error; otherwise decoding continues without graphs
-    longest: int = 0  # tokens of the longest expected sample: graphs are captured for it, and again when a sample is longer
+    graphs_required: bool = False  # whether a model that no graph can hold is an error; otherwise it decodes without graphs
+    longest: int = 0  # tokens of the longest expected sample: graphs are captured for it, and again for a longer one
 
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """How much an engine has in memory at once, and what was reported each time that memory ran out and it went on with less."""
+    """How much an engine holds in memory at once, and the report of each time that memory ran out and it continued with less."""
 
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
-    failures: tuple[str, ...] = ()  # "" where it ran out on another member of those that sample together
+    failures: tuple[str, ...] = ()  # "" if memory ran out on another member
 
 
 @dataclass(frozen=True, eq=False)
 class EngineContext:
     """Everything that an engine is made from."""
 
-    model: PreTrainedModel  # the trainer's own
+    model: PreTrainedModel  # the trainer's own model
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
     layers: Mapping[int, LayerShape]  # shapes of the keys and values that each layer caches
     limits: EngineLimits
-    members: Members = field(default_factory=Members)  # those that sample together, where the model is divided among some
+    members: Members = field(default_factory=Members)  # the members that sample together, if the model is divided among several
 
 
-# Keys of [rollout] that only say how an engine works. Setting one that the chosen engine does not obey is an error.
+# Keys of [rollout] that only determine how an engine works. It is an error to set a key that the chosen engine does not use.
 ENGINE_KNOBS = frozenset(
     {"kv_bytes", "memory_fraction", "block_tokens", "max_seqs", "max_batched_tokens", "chunked_prefill", "prefix_sharing"}
     | {"cuda_graphs", "release_memory", "log_stats"}
@@ -146,7 +150,7 @@ ENGINE_KNOBS = frozenset(
 
 
 def engine_mistakes(config: Config) -> Iterator[str]:
-    """Settings that the chosen engine does not obey, and what else it refuses."""
+    """Yield mistakes: settings that the chosen engine does not use, and other settings that it refuses."""
     name = config.rollout.engine
     module = importlib.import_module(f"fulltilt.rollout.engines.{name}")
     for key in sorted((ENGINE_KNOBS - module.OBEYS) & config.rollout.model_fields_set):
@@ -155,12 +159,12 @@ def engine_mistakes(config: Config) -> Iterator[str]:
 
 
 def why_one_worker(name: str) -> str | None:
-    """Why an engine does not run on several workers, if it does not."""
+    """Return why an engine cannot run on several workers, or None if it can."""
     reason: str | None = getattr(importlib.import_module(f"fulltilt.rollout.engines.{name}"), "ONE_WORKER", None)
     return reason
 
 
 def make_engine(name: str, context: EngineContext) -> Engine:
-    """The engine of `rollout.engine = name`. Only its own file is imported."""
+    """Make the engine of `rollout.engine = name`. Only that engine's file is imported."""
     engine: Engine = importlib.import_module(f"fulltilt.rollout.engines.{name}").make(context)
     return engine

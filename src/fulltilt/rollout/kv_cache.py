@@ -1,6 +1,6 @@
-"""The blocks of the KV cache: who holds which, and which hold known tokens. Pure Python.
+"""The blocks of the KV cache: their holders, and their known tokens. Pure Python.
 
-Enters: requests to take, hold and release blocks, and what full blocks hold. Leaves: block numbers. Guaranteed:
+Enters: requests to take, hold and release blocks, and the tokens of full blocks. Leaves: block numbers. Guaranteed:
 - a block is free or held by a known number of holders, never both; releasing what is not held is an error at once; taking is all or
   nothing;
 - a block is found again only for the very tokens it holds behind the very tokens before them: contents are compared, not only hashed;
@@ -38,7 +38,7 @@ class BlockPool:
         return self._holders[block] == 0
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks with one holder each, or None when there are not that many."""
+        """Return `count` free blocks with one holder each, or None if there are fewer."""
         if count > self.free:
             return None
         taken = [self._empty.pop() if self._empty else self._forget_oldest() for _ in range(count)]
@@ -48,14 +48,14 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for blocks that are held, or free with known content."""
+        """Add a holder to blocks that are held, or free with known content."""
         for block in blocks:
             assert self._holders[block] > 0 or block in self._kept, f"block {block} is free and its content is gone"
             self._kept.pop(block, None)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer; a block without holders is free. Later blocks become free before earlier ones, without which they are
+        """Remove a holder; a block without holders is free. Later blocks become free before earlier ones, without which they are
         useless."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released twice"
@@ -68,11 +68,11 @@ class BlockPool:
                 self._empty.append(block)
 
     def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
-        """The block that holds these tokens behind that content."""
+        """Return the block that holds these tokens after that content, or None."""
         return self._known.get((before, tokens))
 
     def content(self, block: int) -> int:
-        """The number of a block's content, which must be known."""
+        """Return the number of a block's content, which must be known."""
         return self._contents[block][0]
 
     def remember(self, block: int, before: int, tokens: tuple[int, ...]) -> int:
@@ -82,7 +82,7 @@ class BlockPool:
         known = self._known.get((before, tokens))
         if known is not None:
             return self.content(known)
-        if block in self._contents:  # it followed a block that is no longer known, though another block holds the same content
+        if block in self._contents:  # the block followed one that is no longer known, though another block holds the same content
             self._forget(block)
         self._last_number += 1
         self._known[before, tokens] = block

@@ -1,9 +1,9 @@
-"""The members that sample together, each with a part of every layer, where memory runs out on one of them.
+"""Handling of out-of-memory errors among members that sample together, each with a part of every layer.
 
-Enters: what a member computes in passes that all members make, and how it makes such a pass over a filler. Leaves: its result, or
-`OutOfMemoryOnMember`, which all members raise at the same place. Guaranteed: each collective of these passes was made once on every member
-when that error is raised, so that none waits for another; a member that is alone calls nothing. An error inside a collective, one in the
-filler, and one in passes that cannot be made over a filler are raised on their own member only, and the run ends.
+Enters: a function for a member's passes, which all members make together, and a function for such a pass over a filler. Leaves: the
+member's result, or `OutOfMemoryOnMember`, which all members raise at the same place. Guaranteed: each collective of these passes was made
+once on every member when that error is raised, so that none waits for another; a member that is alone calls nothing. An error inside a
+collective, one in the filler, and one in passes that cannot be made over a filler are raised on their own member only, and the run ends.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Computed = TypeVar("Computed")
 
 
 class OutOfMemoryOnMember(MemoryError):
-    """Memory ran out on this member or another one."""
+    """Memory ran out on this member or on another one."""
 
 
 @dataclass(eq=False)
 class Members:
     ranks: Ranks = ALONE  # for agreements in main memory
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    agreed: str | None = None  # after `OutOfMemoryOnMember`: what this member reported, or "" if it has not run out; otherwise None
+    agreed: str | None = None  # after `OutOfMemoryOnMember`: this member's report, or "" if only others ran out of memory; otherwise None
 
     def make(
         self, compute: Callable[[], Computed], stand_in: Callable[[int], None], tokens: Sequence[int], *, may_give_up: bool = True
     ) -> Computed:
-        """What `compute` computes. `tokens`: the size of each pass that it makes together with the other members. `stand_in`: makes one
-        over a filler, in place of a pass of that size. `may_give_up`: whether it can."""
+        """Return the result of `compute`. `tokens`: the size of each pass that it makes together with the other members. `stand_in`: makes
+        a pass over a filler, in place of a pass of that size. `may_give_up`: whether passes can be replaced this way."""
         self.agreed = None
         if self.ranks.alone or not may_give_up:
             return compute()
@@ -60,7 +60,7 @@ class Members:
 
     @contextmanager
     def standing_in(self, tokens: int) -> Iterator[None]:
-        """Encloses a pass over a filler in place of one of that size."""
+        """Enclose a pass over a filler in place of a pass of that size."""
         self.begin_pass()
         with self.ranks.progress.standing_in(tokens):
             yield

@@ -1,4 +1,4 @@
-"""Run a pass of the scheduler through the model.
+"""Running the scheduler's passes through the model.
 
 Enters: a `Pass`. Leaves: the logits of the tokens that samples are drawn from. Guaranteed: the parameters are the trainer's own, read in
 place; keys and values of the pass are in the cache afterwards.
@@ -28,8 +28,8 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
 
 
 def memory(numbers: int, model: PreTrainedModel) -> torch.Tensor:
-    """Memory of that many elements, initialised if attention may read slots that were never written."""
-    if model.device.type == "cpu":  # zeros take memory and time only when they are touched, and most of a large cache never is
+    """Allocate memory for this many elements, initialised if attention may read slots that were never written."""
+    if model.device.type == "cpu":  # untouched zeros take neither memory nor time, and most of a large cache is never touched
         return torch.from_numpy(np.zeros(numbers * model.dtype.itemsize, np.uint8)).view(model.dtype)
     found = empty(numbers, model)
     return found.zero_() if reads_unwritten(model) else found
@@ -39,14 +39,14 @@ def empty(numbers: int, model: PreTrainedModel) -> torch.Tensor:
     try:
         return torch.empty(numbers, dtype=model.dtype, device=model.device)
     except torch.OutOfMemoryError:
-        gc.collect()  # objects that only a reference cycle holds may occupy part of the memory that the cache had before
+        gc.collect()  # objects in reference cycles may occupy part of the memory that the cache had before
         torch.cuda.empty_cache()
         return torch.empty(numbers, dtype=model.dtype, device=model.device)
 
 
 def reads_unwritten(model: PreTrainedModel) -> bool:
-    """Whether attention may read slots that were never written. Flash attention and the decoding kernels do not; torch's own attention,
-    which runs everywhere else, gives such slots the weight 0, and 0 times an arbitrary value may be NaN."""
+    """Return whether attention may read slots that were never written. Flash attention and the decoding kernels do not; torch's own
+    attention, which runs everywhere else, gives such slots the weight 0, and 0 times an arbitrary value may be NaN."""
     flash = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
     return not flash or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
@@ -72,8 +72,8 @@ class Runner:
         self.values += caches[1::2]
 
     def release(self) -> None:
-        """Give the cache's memory back for the update."""
-        # The lists themselves are emptied, so that nobody who was given them keeps the memory.
+        """Free the cache's memory for the update."""
+        # The lists themselves are emptied, so that no other holder of them keeps the memory.
         self.keys.clear()
         self.values.clear()
 
@@ -83,7 +83,7 @@ class Runner:
 
     @torch.no_grad()
     def run(self, step: Pass) -> torch.Tensor:
-        """Logits float32 [rows that samples are drawn from, vocabulary], in the order of `step.work`."""
+        """Return the logits of the rows that samples are drawn from, float32 [rows, vocabulary], in the order of `step.work`."""
         self.copy(step.copies)
         device = self.model.device
         ids = [token for work in step.work for token in work.sequence.ids(work.start, work.start + work.count)]
@@ -95,7 +95,7 @@ class Runner:
 
     @torch.no_grad()
     def stand_in(self, step: Pass) -> None:
-        """A pass over a filler, which makes the collectives of `run`. What the cache holds means nothing afterwards."""
+        """Run a pass over a filler, with the collectives of `run`. The cache's contents are meaningless afterwards."""
         device, places = self.model.device, np.arange(2)
         filler = Packed.of(np.array([0, 2]), device)
         slots = to_device(places, device)

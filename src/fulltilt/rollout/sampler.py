@@ -1,7 +1,7 @@
 """Sampling settings, and the seeds of the noise.
 
-Guaranteed: a sample's seed is a function of the call's seed, the prompt and the sample's index alone, so its tokens do not depend on the
-rest of the batch. Free of torch.
+Guaranteed: a sample's seed depends only on the call's seed, the prompt and the sample's index, so its tokens do not depend on the rest of
+the batch. Free of torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WORD = 2**64 - 1  # all bits of a 64-bit word
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Temperature 0 is greedy."""
+    """Settings for drawing responses. Temperature 0 is greedy."""
 
     samples: int = 1
     max_new_tokens: int = 256
@@ -24,7 +24,8 @@ class Sampling:
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
-    """The seed of one sample: 64 bits mixed from all three numbers, by the finaliser of SplitMix64, which spreads every bit over all."""
+    """Return the seed of one sample: 64 bits mixed from all three numbers, by the finaliser of SplitMix64, which spreads every bit over
+    all."""
     value = seed
     for number in (prompt, sample):
         value = (value + 0x9E3779B97F4A7C15 * (number + 1)) & WORD

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from fulltilt.records import Finish
 from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
 
-GROWTH_SHARE = 16  # an admission leaves at least 1/16 of the used blocks free, so that running sequences can grow
+GROWTH_SHARE = 16  # an admission leaves at least 1/16 as many blocks free as are used, so that running sequences can grow
 WORTHWHILE_SHARE = 8  # a pass for waiting sequences is worth it if they are at least 1/8 of those that decode,
 WORTHWHILE_TOKENS = 2  # or if their tokens are at least 1/2 of max_batched_tokens
 HELD_READY = 4  # where prompts come one by one, 1/4 of the seats' number wait: enough for two such passes
@@ -38,7 +38,7 @@ STEPS_BETWEEN = 4  # decoding steps between two prefill passes
 
 
 def block_list(blocks: Iterable[int] = ()) -> array[int]:
-    """Blocks as an array: they are copied into tables by the thousands, for which a list takes ten times as long."""
+    """Return blocks as an array: they are copied into tables by the thousands, for which a list takes ten times as long."""
     return array("i", blocks)
 
 
@@ -48,25 +48,25 @@ class Family:
 
     prompt: Seq[int]
     members: list[Sequence] = field(default_factory=list)
-    opened: bool = False  # all members may run, not only the first, which prefills the prompt
-    full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, a partly filled one left out
+    opened: bool = False  # whether all members may run, not only the first, which prefills the prompt
+    full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, without a partly filled one
     place: int = 0  # the prompt's place in the engine's call, which sets it
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One unfinished sample. The engine sets `tokens` and `finish`; the last three fields are its own and mean nothing here."""
+    """One unfinished sample. The engine sets `tokens` and `finish`; the last three fields are for the engine alone."""
 
     number: int  # age: smaller is older
     family: Family
-    tokens: list[int] = field(default_factory=list)  # sampled so far
+    tokens: list[int] = field(default_factory=list)  # tokens sampled so far
     blocks: array[int] = field(default_factory=block_list)
-    computed: int = 0  # tokens of prompt + response whose keys and values are in the cache
+    computed: int = 0  # number of tokens of prompt + response whose keys and values are in the cache
     running: bool = False
-    finish: Finish | None = None  # set once it has ended
-    logprobs: list[float] = field(default_factory=list)  # one for each of the tokens
-    seed: int = 0  # seeds the sampling noise
-    forced: int | None = None  # it gets exactly this many tokens, whatever they are
+    finish: Finish | None = None  # set when the sample has ended
+    logprobs: list[float] = field(default_factory=list)  # one log-prob per token
+    seed: int = 0  # seed of the sampling noise
+    forced: int | None = None  # the exact number of tokens to draw, whatever they are
 
     @property
     def length(self) -> int:
@@ -74,17 +74,17 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether only its newest token has to be computed, and that token was sampled."""
+        """Whether only the newest token has to be computed, and that token was sampled."""
         return bool(self.tokens) and len(self.family.prompt) + len(self.tokens) - self.computed == 1
 
     @property
     def seats(self) -> int:
-        """Places it takes among `max_seqs`. A family that is not opened takes one for every member, so that its prompt is still in the
-        cache when they follow."""
+        """Number of places that it takes among `max_seqs`. A family that is not opened takes one for every member, so that its prompt is
+        still in the cache when they follow."""
         return 1 if self.family.opened else len(self.family.members)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Tokens start to stop of prompt and response together."""
+        """Return tokens start to stop of prompt and response together."""
         prompt = len(self.family.prompt)
         return [*self.family.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
 
@@ -107,18 +107,18 @@ class Pass:
     work: tuple[Work, ...]  # decoding: longest first
     copies: tuple[tuple[int, int], ...]  # (from block, to block): copied before the pass, all at once
     decoding: bool
-    steps: int = 1  # how many tokens may be drawn for each sequence before the next pass is planned; above 1 only when decoding
+    steps: int = 1  # most tokens to draw for each sequence before the next pass is planned; above 1 only when decoding
 
 
 @dataclass
 class Counts:
-    """Counted since the scheduler was made, or since its counts were last replaced by new ones."""
+    """Counts since the scheduler was made, or since its counts were last replaced."""
 
     preemptions: int = 0
     prefill_tokens: int = 0
-    shared_tokens: int = 0  # found in the cache instead of being prefilled
+    shared_tokens: int = 0  # tokens found in the cache instead of being prefilled
     decode_tokens: int = 0
-    passes: int = 0  # prefill passes, and decoding steps in which some sample drew a token; a pass is at least one
+    passes: int = 0  # prefill passes, and decoding steps in which some sample drew a token; each pass counts at least once
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class Scheduler:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_sharing: bool = True
-    most_tokens: int = sys.maxsize  # in a response
+    most_tokens: int = sys.maxsize  # most tokens of a response
     more_come: bool = False  # whether prompts may still be added
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
         self.counts = Counts()
         self._waiting: list[tuple[int, Sequence]] = []
         self._copies: dict[int, int] = {}  # target -> source
-        self._being_written: set[int] = set()  # blocks that the pass being planned prefills
+        self._being_written: set[int] = set()  # blocks that the planned pass prefills
         self._next_number = 0
         self._prefilled = False  # whether the newest pass prefilled
         self._seats = 0  # taken seats
@@ -159,8 +159,9 @@ class Scheduler:
         return bool(self.running or self._waiting)
 
     def room(self, samples: int) -> int:
-        """How many more groups of that many samples to ask for: those that could start now, and those that are to wait for the next seats,
-        for a seat is empty from when its sample ends until an answer has come. Estimated from the youngest running sequence."""
+        """Return how many more groups of this many samples to ask for: those that could start now, and those that are to wait for the next
+        seats, since a seat stays empty from the end of its sample until an answer has come. Estimated from the youngest running
+        sequence."""
         ahead = max(1, self.max_seqs // (HELD_READY * samples))
         if not self.running:
             free = max(1, self.max_seqs // samples)
@@ -171,11 +172,11 @@ class Scheduler:
         return max(0, free + ahead - len({id(sequence.family) for _, sequence in self._waiting}))
 
     def next_pass(self, most_steps: int = 1) -> Pass:
-        """Prefill where it is due, else up to `most_steps` steps of decoding, as many as there are blocks for."""
+        """Plan prefill if it is due, else up to `most_steps` steps of decoding, as far as there are blocks for them."""
         work, steps = self._prefill() if self._prefill_is_due() else [], 0
         if not work:
             work, steps = self._decode(self._until_prefill(most_steps))
-        if not work:  # all decoding sequences gave way to an older one whose prompt is not finished
+        if not work:  # all decoding sequences were preempted for an older one whose prompt is not finished
             work = self._prefill()
         assert work, "a pass without work: the cache is smaller than one sample"
         self._prefilled = not steps
@@ -185,8 +186,8 @@ class Scheduler:
         return Pass(tuple(work), copies, steps > 0, max(1, steps))
 
     def further(self, step: Pass, steps: int) -> Pass | None:
-        """`steps` more steps of the same sequences, to be started before the decoding pass `step` has ended; None if another kind of pass
-        is due or there are too few blocks."""
+        """Plan `steps` more steps of the same sequences, to be started before the decoding pass `step` has ended. Returns None if another
+        kind of pass is due or there are too few blocks."""
         work = [item for item in step.work if not item.sequence.finish]
         decoding = [item.sequence for item in work]
         if not work or self._prefill_is_due():
@@ -199,11 +200,12 @@ class Scheduler:
         return Pass(tuple(Work(item.sequence, item.start + step.steps, 1, item.samples) for item in work), (), True, steps)
 
     def goes_on(self, step: Pass) -> Pass:
-        """The rest of a pass from `further`, now that the pass before it has ended."""
+        """Return the rest of a pass from `further`, after the previous pass has ended."""
         return replace(step, work=tuple(item for item in step.work if not item.sequence.finish))
 
     def ran(self, step: Pass) -> None:
-        """The pass ran and its sequences have the drawn tokens: keys and values of all tokens but the newest ones are in the cache."""
+        """Note that a pass ran and its sequences have the drawn tokens: keys and values of all tokens but the newest ones are in the
+        cache."""
         longest = 1
         for work in step.work:
             if step.decoding:
@@ -217,7 +219,7 @@ class Scheduler:
         self.counts.passes += longest
 
     def settle(self, family: Family) -> None:
-        """After a pass: let the siblings of a freshly prefilled prompt run, then free the blocks of finished members.
+        """After a pass, let the siblings of a freshly prefilled prompt run, then free the blocks of finished members.
 
         Siblings are admitted before a finished member leaves, so that the prompt it computed is not lost.
         """
@@ -232,8 +234,8 @@ class Scheduler:
                 self._leave(member)
 
     def start_over(self) -> None:
-        """The newest pass has failed: put all running sequences back, to be finished from the tokens they have, and forget what the cache
-        holds, since the pass has not written all that it was to write. `max_seqs` and `max_batched_tokens` may change with it."""
+        """Recover from a failed pass: put all running sequences back, to be finished from the tokens they have, and forget the cache's
+        contents, since the pass has not written all of them. `max_seqs` and `max_batched_tokens` may change with it."""
         for sequence in self.running:
             sequence.running, sequence.blocks, sequence.computed = False, block_list(), 0
             self._wait(sequence)
@@ -247,19 +249,18 @@ class Scheduler:
 
     def _prefill_is_due(self) -> bool:
         decoding = sum(sequence.decoding for sequence in self.running)
-        return not decoding or (not self._prefilled and self._worth_a_pass(decoding))  # decoding is not held up twice in a row
+        return not decoding or (not self._prefilled and self._worth_a_pass(decoding))  # decoding is not delayed twice in a row
 
     def _until_prefill(self, most_steps: int) -> int:
-        """Decoding steps in a row. Few if more is waiting for prefill: a prefill pass does not delay decoding for long, and a step costs
-        about the same after the others have joined."""
+        """Return the number of decoding steps in a row. It is small if more sequences wait for prefill: a prefill pass does not delay
+        decoding for long, and a step costs about the same after they have joined."""
         more = self._prefilled and self._worth_a_pass(sum(sequence.decoding for sequence in self.running))
         return min(most_steps, STEPS_BETWEEN) if more else most_steps
 
     def _worth_a_pass(self, decoding: int) -> bool:
-        """Whether to prefill now: always for a running sequence. For waiting ones a pass costs about the same whether they are few or many:
-        wait until those that fit are a worthwhile share of the decoding ones, or their tokens of a pass, or until all that wait fit and
-        no more come.
-        Estimated from the first of them."""
+        """Return whether to prefill now: always for a running sequence. For waiting sequences a pass costs about the same whether they are
+        few or many, so wait until those that fit are a worthwhile share of the decoding ones, or their tokens of a pass, or until all that
+        wait fit and no more come. Estimated from the first waiting sequence."""
         if decoding < len(self.running):
             return True
         if not self._waiting:
@@ -276,7 +277,8 @@ class Scheduler:
     # -- prefill --------------------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> list[Work]:
-        """Running sequences, oldest first; then waiting ones with the tokens, seats and blocks that are left. No sequence is preempted."""
+        """Prefill running sequences, oldest first; then waiting ones with the remaining tokens, seats and blocks. No sequence is
+        preempted."""
         left, room = self.max_batched_tokens, READ_TIMES * self.max_batched_tokens
         work: list[Work] = []
         for sequence in self.running:
@@ -291,7 +293,7 @@ class Scheduler:
             left -= planned
             room -= sequence.computed + planned if planned else 0
             if not planned and not sequence.decoding:
-                break  # it does not fit any more, and neither do those after it
+                break  # this one does not fit any more, and neither do later ones
         return work
 
     def _plan(self, sequence: Sequence, work: list[Work], left: int) -> int:
@@ -314,7 +316,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence run if there is a seat, and blocks for all its tokens. Blocks that are in the cache are shared."""
+        """Let a waiting sequence run if there is a seat, and blocks for all its tokens. Blocks in the cache are shared."""
         if self.running and self._seats + sequence.seats > self.max_seqs:
             return False
         found = self._known_blocks(sequence)
@@ -340,12 +342,12 @@ class Scheduler:
         return True
 
     def _blocks_to_enter(self, sequence: Sequence) -> int:
-        """Blocks for all its tokens, and one for each sibling that follows at once: the end of the prompt."""
+        """Return the number of blocks for all its tokens, and one for each sibling that follows at once: the end of the prompt."""
         return blocks_for(sequence.length, self.block_tokens) + sequence.seats - 1
 
     def _room_to_grow(self) -> int:
-        """Blocks that an admission leaves free: at least one for each running sequence, or sequences would soon be preempted again. In
-        simulations with lognormal lengths, with means from 200 to 2,000, this share is within 2% of the best of all that were tried (1/32
+        """Return how many blocks an admission leaves free: at least one for each running sequence, or sequences would soon be preempted
+        again. In simulations with lognormal lengths, with means from 200 to 2,000, this share is within 2% of the best that was tried (1/32
         to 1/4, or up to 32 blocks each). If all responses were equally long, more would be better, but lengths are not known in advance."""
         return max(len(self.running), self.pool.used // GROWTH_SHARE)
 
@@ -357,7 +359,7 @@ class Scheduler:
         return tuple(sequence.ids(index * self.block_tokens, (index + 1) * self.block_tokens))
 
     def _known_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks of the cache that hold the beginning of the sequence, without its last token, which is always computed."""
+        """Return blocks of the cache that hold the beginning of the sequence, without its last token, which is always computed."""
         found: list[int] = []
         content = START
         for index in range((sequence.length - 1) // self.block_tokens if self.prefix_sharing else 0):
@@ -375,7 +377,7 @@ class Scheduler:
             content = self.pool.remember(sequence.blocks[index], content, self._tokens_of_block(sequence, index))
 
     def _copy_end_of_prompt(self, sequence: Sequence) -> None:
-        """Copy the partly filled last block of the prompt from a sibling: each sample continues in a block of its own."""
+        """Copy the partly filled last block of the prompt from a sibling: each sample continues in its own block."""
         prompt, members = len(sequence.family.prompt), sequence.family.members if self.prefix_sharing else []
         holder = next((member for member in members if member.running and member.computed >= prompt), None)
         if holder is None or not 0 < prompt - sequence.computed < self.block_tokens:
@@ -389,7 +391,7 @@ class Scheduler:
     # -- decoding -------------------------------------------------------------------------------------------------------------------
 
     def _decode(self, most_steps: int) -> tuple[list[Work], int]:
-        """All decoding sequences, and for how many steps: the youngest are preempted until there are blocks for enough steps."""
+        """Return all decoding sequences, and the number of steps. The youngest are preempted until there are blocks for enough steps."""
         while decoding := [sequence for sequence in self.running if sequence.decoding]:
             steps = min(most_steps, self._tokens_to_come(decoding))
             least = max(1, steps // LEAST_STEPS)
@@ -406,11 +408,11 @@ class Scheduler:
         return [Work(sequence, sequence.computed, 1, (sequence,)) for sequence in decoding], steps
 
     def _tokens_to_come(self, decoding: list[Sequence]) -> int:
-        """The most tokens that any of these may still draw."""
+        """Return the most tokens that any of these may still draw."""
         return self.most_tokens - min(len(sequence.tokens) for sequence in decoding)
 
     def _missing(self, decoding: list[Sequence], steps: int) -> list[int]:
-        """How many blocks each sequence lacks for that many more tokens."""
+        """Return how many blocks each sequence lacks for this many more tokens."""
         size = self.block_tokens
         return [max(0, -(-(sequence.computed + steps) // size) - len(sequence.blocks)) for sequence in decoding]
 
@@ -424,7 +426,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         if self.prefix_sharing:
-            self._remember(sequence, sequence.computed)  # it may find them again
+            self._remember(sequence, sequence.computed)  # the sequence may find these blocks again
         self._leave(sequence)
         self._wait(sequence)
         self.counts.preemptions += 1

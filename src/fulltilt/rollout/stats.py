@@ -2,9 +2,9 @@
 per token.
 
 Enters: each pass as it ends, with the times at which it began and ended. Leaves: the `EngineStats` of a call of `generate`, and a line for
-people after every few seconds of generating; whoever wants to know that the engine gets on is called after each pass. Guaranteed:
-statistics can be added, those of passes to a call and those of calls to a step, percentiles included, because times are kept as histograms;
-a percentile is within half a percent of the exact one; the work is per pass and sample, never per token. Free of torch.
+people after every few seconds of generating; a function that reports progress is called after each pass. Guaranteed: statistics can be
+added, from passes to a call and from calls to a step, percentiles included, because times are kept as histograms; a percentile is within
+half a percent of the exact one; the work is per pass and sample, never per token. Free of torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fulltilt.rollout.scheduler import Counts, Pass, Scheduler
 PERCENTILES = (50, 90, 99)
 
 _SHORTEST_S = 1e-6
-_GROWTH = math.log(1.01)  # from one bin to the next: the middle of a bin is within half a percent of everything in it
+_GROWTH = math.log(1.01)  # ratio of neighbouring bins: the middle of a bin is within half a percent of everything in it
 _BINS = 2600  # up to 48 hours
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often each time was seen, in bins as wide as a hundredth of the time itself."""
+    """Counts of times, in bins as wide as a hundredth of the time itself."""
 
     counts: np.ndarray  # int64 [bins]
 
     @staticmethod
     def of(times: Iterable[tuple[float, int]]) -> Histogram:
-        """The histogram of pairs: seconds, and how often they were seen."""
+        """Make a histogram from pairs: seconds, and how often they were seen."""
         counts = np.zeros(_BINS, dtype=np.int64)
         for seconds, weight in times:
             counts[min(_BINS - 1, int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) / _GROWTH))] += weight
@@ -51,7 +51,7 @@ class Histogram:
         return int(self.counts.sum())
 
     def percentile(self, percent: int) -> float:
-        """The least number of seconds that `percent` of the times do not exceed."""
+        """Return the least number of seconds that `percent` of the times do not exceed."""
         assert self.total, "an empty histogram has no percentiles"
         rank = max(1, -(-percent * self.total // 100))
         place = int(np.searchsorted(np.cumsum(self.counts), rank))
@@ -63,10 +63,10 @@ NO_TIMES = Histogram.of(())
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Statistics of some passes: those of one call of `generate`, or of all calls of a step."""
+    """Statistics of some passes: of one call of `generate`, or of all calls of a step."""
 
     prefill_tokens: int = 0
-    shared_tokens: int = 0  # found in the cache, so that they were not prefilled, or not again after a preemption
+    shared_tokens: int = 0  # tokens found in the cache, so that they were not prefilled, or not again after a preemption
     decode_tokens: int = 0
     passes: int = 0
     preemptions: int = 0
@@ -82,12 +82,12 @@ class EngineStats:
     per_token: Histogram = NO_TIMES  # seconds from a sample's token to its next
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Counts, seconds and histograms are added; the highest values are the higher of the two."""
+        """Add counts, seconds and histograms, and take the higher of the highest values."""
         return EngineStats(*(join(getattr(self, name), getattr(other, name)) for name, join in _JOINS))
 
     def beside(self, other: EngineStats) -> EngineStats:
-        """Both together, of engines that ran at the same time: samples on one ran and waited in addition to the other's. Means over passes
-        are those over the passes of all engines."""
+        """Join the statistics of engines that ran at the same time: their samples ran and waited in addition to each other. Means over
+        passes are over the passes of all engines."""
         return replace(
             self + other,
             most_running=self.most_running + other.most_running,
@@ -102,7 +102,8 @@ class EngineStats:
         return _ratio(self.shared_tokens, self.prefill_tokens + self.shared_tokens) or 0.0
 
     def metrics(self, *, full: bool = True) -> dict[str, float]:
-        """Metrics under the names of docs/metrics.md: the counts, and with `full` everything else. What was not seen is left out."""
+        """Return metrics under the names of docs/metrics.md: the counts, and with `full` everything else. Values that were not seen are
+        left out."""
         counted = ("prefill_tokens", "decode_tokens", "passes", "preemptions", "most_running", "kv_use", "prefix_hit_rate")
         counts = {f"rollout/{name}": getattr(self, name) for name in counted}
         if not full:
@@ -129,22 +130,22 @@ NO_STATS = EngineStats()
 
 @dataclass(frozen=True, eq=False)
 class RolloutProgress:
-    """What an engine tells while it generates."""
+    """A report that an engine sends while it generates."""
 
     text: str  # a line for people
-    since: EngineStats  # the last time that it told
-    newest: EngineStats  # what it has computed last
+    since: EngineStats  # statistics since the last report
+    newest: EngineStats  # statistics of the latest pass
 
 
 class Recorder:
     """Adds up the passes of an engine, call by call."""
 
     def __init__(self) -> None:
-        self.stats = NO_STATS  # those of the last call
-        self.on_pass: Callable[[], None] = lambda: None  # called whenever something was computed
+        self.stats = NO_STATS  # statistics of the last call
+        self.on_pass: Callable[[], None] = lambda: None  # called after every computation
         self._tell: Callable[[RolloutProgress], None] | None = None
         self._interval = 0.0
-        self._unsaid = NO_STATS  # since the last line
+        self._unsaid = NO_STATS  # statistics since the last line
         self.start(0.0, 0)
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
@@ -155,18 +156,18 @@ class Recorder:
         self._tell, self._interval = tell, interval
 
     def start(self, now: float, samples: int) -> None:
-        """A call begins."""
+        """Begin a call."""
         self.stats = NO_STATS
         self._begin = self._last_end = now
         self._unfinished = samples
-        self._arrived: dict[Hashable, float] = {}  # when the newest token of each sample came
+        self._arrived: dict[Hashable, float] = {}  # when each sample's newest token came
 
     def expect(self, samples: int) -> None:
-        """The call has got more to do."""
+        """Add samples to the current call."""
         self._unfinished += samples
 
     def passed(self, plan: Scheduler, step: Pass, begin: float, end: float) -> None:
-        """`step` ran and its samples have their tokens; `plan` has not been told yet which of them ended."""
+        """Add a pass that ran and whose samples have their tokens. `plan` does not know yet which of them have ended."""
         counts, plan.counts = plan.counts, Counts()
         drawing = list(chain.from_iterable(work.samples for work in step.work))
         running = len(plan.running)
@@ -177,7 +178,7 @@ class Recorder:
         self._unfinished -= sum(map(bool, map(operator.attrgetter("finish"), drawing)))
 
     def add_pass(self, seen: EngineStats, begin: float, end: float, drawing: Sequence[Hashable], drawn: int) -> None:
-        """Add a pass with its times. The samples `drawing` drew `drawn` tokens together; one that drew fewer than `passes` has ended.
+        """Add a pass with its times. The samples `drawing` drew `drawn` tokens together; a sample that drew fewer than `passes` has ended.
 
         The host sees the tokens of all steps at the end, so the time is spread evenly over them.
         """
@@ -202,8 +203,8 @@ class Recorder:
         self._last_end = end
 
     def add(self, newest: EngineStats, words: Callable[[EngineStats, EngineStats], str] | None = None) -> None:
-        """Add the statistics of what was computed last. If a line is due, `words` makes it from those since the last line and the newest;
-        None: `line` does."""
+        """Add the statistics of the latest computation. If a line is due, `words` makes it from the statistics since the last line and the
+        newest ones; None: `line` does."""
         self.stats += newest
         self._unsaid += newest
         self.on_pass()
@@ -213,11 +214,11 @@ class Recorder:
 
 
 class JointProgress:
-    """The progress of engines that generate at the same time, in one line: as soon as each has told, or one tells again."""
+    """The progress of engines that generate at the same time, in one line: as soon as each has reported, or one reports again."""
 
     def __init__(self, engines: int, say: Callable[[str], None]) -> None:
         self._engines, self._say = engines, say
-        self._told: dict[int, RolloutProgress] = {}  # by the number of the engine, since the last line
+        self._told: dict[int, RolloutProgress] = {}  # by the number of the engine, reports since the last line
 
     def add(self, engine: int, progress: RolloutProgress) -> None:
         if engine in self._told:
@@ -236,7 +237,8 @@ class JointProgress:
 
 
 def line(stats: EngineStats, newest: EngineStats, what: str = "rollout") -> str:
-    """One line for people: running, waiting and KV use of the newest pass, everything else from `stats`. What was not seen is left out."""
+    """Make one line for people: running, waiting and KV use of the newest pass, everything else from `stats`. Values that were not seen are
+    left out."""
     prefill, decode = _ratio(stats.prefill_tokens, stats.prefill_seconds), _ratio(stats.decode_tokens, stats.decode_seconds)
     hits = _ratio(stats.shared_tokens, stats.prefill_tokens + stats.shared_tokens)
     parts = [

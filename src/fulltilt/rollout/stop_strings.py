@@ -1,7 +1,7 @@
 """Stop strings, and the text of a response.
 
-Enters: sampled token ids. Leaves: where a stop string is first complete, also where it straddles tokens, and the text that people and
-rewards read. Free of torch.
+Enters: sampled token ids. Leaves: the place where a stop string is first complete, even if it straddles tokens, and the text that people
+and rewards read. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds stop strings in sampled ids, also where they straddle tokens."""
+    """Finds stop strings in sampled ids, even if they straddle tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -33,8 +33,8 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def first_end(self, ids: Sequence[int], new: int) -> int:
-        """At which of the last `new` ids, counted from 1, a stop string is first complete; 0: at none. Decoding is slow: they are decoded
-        together, and one by one only if there is a stop string."""
+        """Return at which of the last `new` ids, counted from 1, a stop string is first complete; 0 if none is. Decoding is slow: the ids
+        are decoded together, and one by one only if there is a stop string."""
         if not self.strings:
             return 0
         text = self._whole(ids[-self._window - new :], skip_special_tokens=False)
@@ -44,7 +44,7 @@ class StopStrings:
         return next((count for count in range(1, new + 1) if self.ended(ids[: before + count])), 0)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The response as people and rewards read it: without special tokens, ending before the first stop string."""
+        """Return the response as people and rewards read it: without special tokens, ending before the first stop string."""
         text = self.whole_text(ids)
         if not self.strings:
             return text

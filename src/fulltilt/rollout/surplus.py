@@ -1,9 +1,9 @@
 """Groups carried over to the next step, in the form in which a checkpoint saves them.
 
 Enters: groups with their scores. Leaves: arrays for the checkpoint's tensors and a list for its JSON; and the same groups again, given the
-prompts of the data. Workers that hold groups themselves write arrays of their own, which have the texts too: a part for each worker.
-Guaranteed: token ids, log-probs, scores and text come back bit for bit, through JSON too; a group whose prompt the data no longer has is
-left out and counted, never joined to another prompt. Free of torch.
+prompts of the data. Workers that hold groups write their own arrays, which include the texts: a part for each worker. Guaranteed: token
+ids, log-probs, scores and text come back bit for bit, through JSON too; a group whose prompt the data no longer has is left out and
+counted, never joined to another prompt. Free of torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Described = dict[str, Any]
 
 
 def pack(kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[Described]]:
-    """The tokens of all samples, concatenated, and a description of each group and its samples."""
+    """Return the tokens of all samples, concatenated, and a description of each group and its samples."""
     return pack_tokens([sample for each in kept for sample in samples_of(each.group)]), [described(each) for each in kept]
 
 
 def pack_samples(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """Tokens and texts of all samples, concatenated: everything that `described` leaves out where another process holds the samples."""
+    """Return tokens and texts of all samples, concatenated: everything that `described` leaves out if another process holds the samples."""
     samples = [sample for group in groups for sample in group.samples]
     texts = [sample.text.encode("utf-8", errors="surrogatepass") for sample in samples]
     return {
@@ -53,8 +53,8 @@ def pack_tokens(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
 def unpack(
     parts: Mapping[int, Mapping[str, np.ndarray]], described: Sequence[Described], prompts_by_uid: Mapping[int, Prompt]
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that `pack` was given, and how many are left out because the data no longer has their prompts. `parts`: the arrays, by
-    the worker that wrote them."""
+    """Return the groups that `pack` was given, and how many are left out because the data no longer has their prompts. `parts`: the arrays,
+    by the worker that wrote them."""
     assert sum(len(group["samples"]) for group in described) == sum(len(arrays["lengths"]) for arrays in parts.values())
     saved = {part: _saved_samples(arrays) for part, arrays in parts.items()}
     kept = []
@@ -69,7 +69,7 @@ def unpack(
 
 
 def _saved_samples(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, str | None]]:
-    """Tokens, log-probs and, where it was packed with them, text of each sample."""
+    """Yield tokens, log-probs and text of each sample; None if the text was not packed with them."""
     borders = np.cumsum(arrays["lengths"])[:-1]
     texts: Iterable[str | None] = itertools.repeat(None, len(arrays["lengths"]))
     if "texts" in arrays:
@@ -88,7 +88,7 @@ def samples_of(group: AnyGroup) -> tuple[Sample, ...]:
 
 
 def described(kept: ScoredGroup) -> Described:
-    """A group with its scores, for JSON. If a worker holds the samples: without their texts, and with the worker's rank."""
+    """Describe a group with its scores, for JSON. If a worker holds the samples: without their texts, and with the worker's rank."""
     prompt, group = kept.group.prompt, kept.group
     own: Sequence[AnySample] = group.samples
     samples = [
@@ -108,12 +108,12 @@ def described(kept: ScoredGroup) -> Described:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Identifies the prompt's tokens: row numbers alone would match rows of other data."""
+    """Return a digest of the prompt's tokens: row numbers alone would match rows of other data."""
     return hashlib.sha256(prompt.ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def _exact(text: str | None) -> str | list[int] | None:
-    """Text in a form that JSON restores exactly: two adjacent lone surrogates would come back as one character."""
+    """Return text in a form that JSON restores exactly: two adjacent lone surrogates would come back as one character."""
     if text is None or not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     return [ord(character) for character in text]

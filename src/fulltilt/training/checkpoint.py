@@ -8,18 +8,18 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
     state.json           everything else that a resumed run needs
     manifest.json        written last: format, step, and every file's size and sha256
 
-and `best`, a link to the best of them where a run names a metric for it. Several workers write one file of tensors each, all at once:
+and `best`, a link to the best of them, if the run names a metric for it. Several workers write one file of tensors each, all at once:
 `trainer-00000-of-00004.safetensors` and so on. A key is a tensor's name, or `NAME@START` for a flat piece of it, in row-major order, whose
-first number is the tensor's number START. Where the members of a group hold one part each of a model, the name of a tensor is `NAME#PART`,
-and the file's metadata says how it is cut. `SavedTensors` reads any range of numbers from any set of pieces and parts, so that a run can
-resume on another number of workers, whatever these share out.
+first number is the tensor's number START. Where the members of a group hold one part each of a model, a tensor's name is `NAME#PART`, and
+the file's metadata says how the tensor is cut. `SavedTensors` reads any range of numbers from any set of pieces and parts, so that a run
+can resume on another number of workers, however they shard models.
 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
 checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and an intact best only after a better one; a file
-that is changed or truncated later is detected by its hash, and a set of workers' files that is not complete by their names; once a
-checkpoint is in place, a link or a deletion that fails is a warning; files have the modes that the umask gives. Only one process may write
-to a store at a time: call `finish` or `abandon` before another one does. With `beside`, `save` returns as soon as its caller may change the
-saved tensors, and a thread does the rest; its errors are raised by `finish` or the next `save`.
+that is changed or truncated later is detected by its hash, and an incomplete set of workers' files by their names; once a checkpoint is in
+place, a link or a deletion that fails is only a warning; files have the umask's modes. Only one process may write to a store at a time:
+call `finish` or `abandon` before another one does. With `beside`, `save` returns as soon as its caller may change the saved tensors, and a
+thread does the rest; its errors are raised by `finish` or the next `save`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from fulltilt.words import in_bytes
 FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
 SHARD = re.compile(r"trainer-\d{5,}-of-\d{5,}\.safetensors")  # the tensors of one of several workers
-PIECE = re.compile(r"(.*)@(\d+)", re.DOTALL)  # the key of a flat piece: the tensor's name, and where in it the piece begins
-PART = re.compile(r"(.*)#(\d+)", re.DOTALL)  # the name of a part of a tensor: the tensor's name, and which member of a group holds the part
-CUTS = "cuts"  # in a file's metadata: how each tensor is cut of which it has a part
+PIECE = re.compile(r"(.*)@(\d+)", re.DOTALL)  # the key of a flat piece: the tensor's name, and the number at which the piece begins
+PART = re.compile(r"(.*)#(\d+)", re.DOTALL)  # the name of a part of a tensor: the tensor's name, and the rank of the member that holds it
+CUTS = "cuts"  # in a file's metadata: the cut of each tensor of which the file has a part
 BEST = "best"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
-MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
-BLOCK_BYTES = 16 * 2**20  # hashed at once
-FLUSH_BYTES = 64 * 2**20  # written to the disk at once
+MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # room for headers, directory blocks and files that other programs write meanwhile
+BLOCK_BYTES = 16 * 2**20  # bytes to hash at once
+FLUSH_BYTES = 64 * 2**20  # bytes to flush to the disk at once
 START_FLUSH, WAIT_FOR_FLUSH = 2, 7  # flags of Linux's sync_file_range
 LOST_ON_DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 ALIGNMENT = 64  # bytes to which copied tensors are aligned: enough for any type
@@ -91,47 +91,47 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[SavedTensors]:
-        """The tensors, for as long as the block lasts; what was read stays valid after it."""
+        """Open the tensors for the duration of the block. Tensors that were read stay valid after it."""
         with contextlib.ExitStack() as files:
             opened = [files.enter_context(safe_open(self.path / name, framework="pt")) for name in self._tensor_files()]
             yield SavedTensors(self.path, pieces_of(self.path, opened), cuts_of(opened))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors in their shapes, of a checkpoint that one worker wrote."""
+        """Return all tensors in their shapes. Only for a checkpoint that one worker wrote."""
         assert len(self._tensor_files()) == 1, "pieces have no shape: use `open`"
         with self.open() as saved:
             return {name: saved.whole(name, saved.shape(name)) for name in saved.names()}
 
     def arrays(self, prefix: str, worker: int = 0) -> dict[str, np.ndarray]:
-        """The tensors in a worker's file whose names begin with `prefix`, without it; no other is read."""
+        """Return the tensors in a worker's file whose names begin with `prefix`, without the prefix. No other tensor is read."""
         with safe_open(self.path / self._tensor_files()[worker], framework="np") as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
 
     def _tensor_files(self) -> list[str]:
-        """Those that the manifest lists: they alone were verified."""
+        """Return the tensor files in the manifest: no other file was verified."""
         return tensor_files(json.loads(read_file(self.path / MANIFEST))["files"])
 
     def state(self) -> dict[str, Any]:
-        """The state given to `save`, through JSON: tuples come back as lists, keys as strings."""
+        """Return the state given to `save`, through JSON: tuples come back as lists, keys as strings."""
         state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         return state
 
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Some of a tensor's numbers, next to one another, in one file of a checkpoint."""
+    """Consecutive numbers of a tensor in one file of a checkpoint."""
 
     file: Any  # an open safetensors file
     key: str
-    start: int  # which of the tensor's numbers is the first
-    shape: tuple[int, ...]  # the tensor's own shape; for a piece of one, its length
+    start: int  # place of the first number among the tensor's
+    shape: tuple[int, ...]  # the tensor's own shape; for a piece, its length
 
     @property
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """The tensor's flat numbers in this range, which this piece holds. Only the rows with these numbers are read."""
+        """Return the tensor's flat numbers in this range, which this piece must hold. Only the rows with these numbers are read."""
         row = math.prod(self.shape[1:])
         if not self.shape or not row:  # one number, or none at all
             return self.file.get_tensor(self.key).flatten()[start - self.start : stop - self.start]  # type: ignore[no-any-return]
@@ -142,43 +142,43 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The tensors of an open checkpoint, whatever files and pieces they are in. What is read may be the file itself, mapped into memory:
-    copy it before you change it."""
+    """The tensors of an open checkpoint, in whatever files and pieces. A tensor that was read may be the file itself, mapped into memory:
+    copy it before changing it."""
 
     path: Path
-    pieces: Mapping[str, Sequence[SavedPiece]]  # by name, in order, without gaps; of a tensor in parts, those of NAME#0, NAME#1 …
+    pieces: Mapping[str, Sequence[SavedPiece]]  # by name, in order, without gaps; for a tensor in parts, by NAME#0, NAME#1 …
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)  # how tensors in parts were cut
-    _joined: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensor that was joined last, flat
+    _joined: dict[str, torch.Tensor] = field(default_factory=dict)  # the last joined tensor, flat
 
     def names(self) -> list[str]:
         return sorted({name if (cut := PART.fullmatch(name)) is None else cut[1] for name in self.pieces})
 
     def size(self, name: str) -> int:
-        """How many numbers the tensor has."""
+        """Return how many numbers the tensor has."""
         return math.prod(self.cuts[name].shape) if name in self.cuts else self.pieces[name][-1].stop
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that was saved whole, or in parts. One in pieces is flat: its shape was not saved."""
+        """Return the shape of a tensor that was saved whole, or in parts. A tensor in pieces is flat: its shape was not saved."""
         if name in self.cuts:
             return self.cuts[name].shape
         pieces = self.pieces[name]
         return pieces[0].shape if len(pieces) == 1 else (self.size(name),)
 
     def part(self, name: str, wanted: CutTensor, rank: int, start: int, stop: int) -> torch.Tensor:
-        """A range of the numbers, flat, of a member's part of a tensor, however it was saved."""
+        """Return a range of numbers, flat, of a member's part of a tensor, however the tensor was saved."""
         if self.cuts.get(name) == wanted:
             return self._part(name, rank)[1](start, stop)
         return take_part(wanted.cut, self.whole(name, wanted.shape), rank).reshape(-1)[start:stop]
 
     def _part(self, name: str, rank: int) -> tuple[tuple[int, ...], Callable[[int, int], torch.Tensor]]:
-        """The shape of a saved part, and a function that reads a range of its numbers. UserError if it is not there."""
+        """Return the shape of a saved part, and a function that reads a range of its numbers. Raises UserError if the part is missing."""
         shape, part = self.cuts[name].cut.shape(self.cuts[name].shape, rank), f"{name}#{rank}"
         if part not in self.pieces or self.size(part) != math.prod(shape):
             raise damaged(self.path, f"part {rank} of {name} is missing or of another size")
         return shape, partial(self.numbers, part)
 
     def _join(self, name: str) -> torch.Tensor:
-        """A tensor in parts, flat. It is kept until another one is asked for: its ranges are often asked for one after another."""
+        """Return a tensor in parts, flat. It is kept until another one is joined, since its ranges are often read one after another."""
         if name not in self._joined:
             own, parts = self.cuts[name], []
             for rank in range(own.size):
@@ -189,7 +189,7 @@ class SavedTensors:
         return self._joined[name]
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A range of the tensor's numbers, flat. UserError if it goes beyond what was saved."""
+        """Return a range of the tensor's numbers, flat. Raises UserError if the range goes beyond the saved numbers."""
         assert 0 <= start <= stop, f"numbers {start} to {stop} of {name}"
         if stop > self.size(name):
             raise damaged(self.path, f"{name} has {self.size(name)} numbers, fewer than {stop}")
@@ -203,13 +203,14 @@ class SavedTensors:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor in this shape. UserError if it has another number of numbers."""
+        """Return the tensor in this shape. Raises UserError if it has another number of numbers."""
         if self.size(name) != math.prod(shape):
             raise damaged(self.path, f"{name} has {self.size(name)} numbers, which do not fill the shape {list(shape)}")
         return self.numbers(name, 0, self.size(name)).view(tuple(shape))
 
     def select(self, prefix: str = "", *, without: tuple[str, ...] = ()) -> SavedTensors:
-        """Only the tensors whose names begin with `prefix`, named without it, but none whose name begins with one of `without`."""
+        """Return only the tensors whose names begin with `prefix`, without the prefix, except those whose names begin with one of
+        `without`."""
         chosen = {name: pieces for name, pieces in self.pieces.items() if name.startswith(prefix) and not name.startswith(without)}
         cuts = {
             name.removeprefix(prefix): cut for name, cut in self.cuts.items() if name.startswith(prefix) and not name.startswith(without)
@@ -219,7 +220,8 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """Example: BestCheckpoint("-val/loss", 30, 1.25) is the checkpoint of step 30; a metric with a minus is better the lower it is."""
+    """The step and the metric of the best checkpoint. Example: BestCheckpoint("-val/loss", 30, 1.25) is the checkpoint of step 30; with a
+    minus, lower is better."""
 
     metric: str
     step: int
@@ -244,25 +246,25 @@ class CheckpointStore:
         self.keep = keep
         self.newest = 0  # step of the checkpoint that `latest` found or `save` began to write; 0: none
         self.on_saved: Callable[[], None] = lambda: None  # called when a checkpoint is in place, by whichever thread wrote it
-        self.best: BestCheckpoint | None = None  # kept whatever `keep` is
-        self.skipped: list[str] = []  # folders that the last call of `latest` or `find_best` rejected, and why
-        self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
-        self._background: Future[None] | None = None  # the save that a thread of its own is writing
+        self.best: BestCheckpoint | None = None  # kept in addition to the newest `keep`
+        self.skipped: list[str] = []  # folders that the last call of `latest` or `find_best` rejected, with reasons
+        self._verified: set[Path] = set()  # hashed or written by this process, so that rotation need not read them again
+        self._background: Future[None] | None = None  # the save that a background thread is writing
         self._thread: threading.Thread
         self._stop = threading.Event()  # tells the background save to stop
-        self._before = 0  # `newest` before the checkpoint that is being written in the background
+        self._before = 0  # `newest` before the background save began
 
     def save(
         self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False,
         best: BestCheckpoint | None = None,
     ) -> Path:  # fmt: skip
         """Write a checkpoint, then delete those beyond `keep` and `best`. `write` fills the given folder, which exists, with about
-        `written_bytes` and may add to the state; its second argument says whether it may leave a part to the function that it returns. That
-        one gives the digests of files which need not be read again.
+        `written_bytes` and may add to the state; its second argument says whether it may leave a part to the function that it returns,
+        which returns the digests of files that need not be read again.
 
         With `beside`, the checkpoint is in place only after `finish`: a thread hashes, waits for the disk and deletes, and also writes the
-        tensors where a copy of them fits well into main memory.
-        Raises UserError when the disk is full or not writable; then no checkpoint has changed and no partial folder is left.
+        tensors if a copy of them fits well into main memory. Raises UserError when the disk is full or not writable; then no checkpoint has
+        changed and no partial folder is left.
         """
         self.finish()
         target = self.path(step)
@@ -277,7 +279,7 @@ class CheckpointStore:
             if beside:
                 self._background = Future()
                 rest = (step, unfinished, target, needed, later, best)
-                # A daemon: a disk that hangs must not keep the process from ending.
+                # A daemon thread: a disk that hangs must not keep the process from ending.
                 self._thread = threading.Thread(target=self._in_background, args=(self._background, rest), name="checkpoint", daemon=True)
                 self._thread.start()
         if not beside:
@@ -289,14 +291,14 @@ class CheckpointStore:
         """Wait until the background save is in place; without `wait`, only check whether it has ended. Raises its errors."""
         if self._background is not None and (wait or self._background.done()):
             error = self._background.exception()
-            self._thread.join()  # it still frees its tensors
-            self._background = None  # not before: a wait can be interrupted
+            self._thread.join()  # the thread still frees its tensors
+            self._background = None  # not earlier: the wait can be interrupted
             if error is not None:
                 self.newest = self._before
-                raise error.with_traceback(None)  # its frames would hold the tensors
+                raise error.with_traceback(None)  # the traceback's frames would hold the tensors
 
     def abandon(self) -> None:
-        """Stop the background save after the file that it is writing, as a kill would. Raises none of its errors."""
+        """Stop the background save after its current file, as a kill would, without raising its errors."""
         if self._background is not None:
             self._stop.set()
             with contextlib.suppress(Exception):
@@ -317,7 +319,7 @@ class CheckpointStore:
     def _complete(
         self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], Digests] | None, best: BestCheckpoint | None
     ) -> None:
-        """The rest of a save, which reads nothing that training changes."""
+        """Complete a save. Reads nothing that training changes."""
         with self._whole_or_nothing(step, unfinished, needed):
             self._go_on()
             known = later() if later is not None else {}
@@ -344,22 +346,22 @@ class CheckpointStore:
             ) from error
 
     def holds(self, step: int) -> bool:
-        """Whether a checkpoint of this step is in place, without reading it."""
+        """Return whether a checkpoint of this step is in place, without reading it."""
         return self.path(step).is_dir()
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def latest(self, *, hashes: bool = True) -> Checkpoint | None:
-        """The newest checkpoint whose files are complete and unchanged. Writes nothing, and reads every byte of it; without `hashes`, only
-        the sizes of its files."""
+        """Return the newest checkpoint whose files are complete and unchanged. Writes nothing, and reads every byte of it; without
+        `hashes`, only the sizes of its files."""
         self.finish()
         found = self._first_intact(self._finished, hashes)
         self.newest = found.step if found else 0
         return found
 
     def find_best(self) -> Checkpoint | None:
-        """The checkpoint that `best` points to, if its files are complete and unchanged."""
+        """Return the checkpoint that `best` points to, if its files are complete and unchanged."""
         link = self.folder / BEST
         return self._first_intact(lambda: [(path, step) for path, step in self._finished() if path.resolve() == link.resolve()])
 
@@ -372,12 +374,12 @@ class CheckpointStore:
                 return Checkpoint(path, step)
             if path.exists():
                 self.skipped.append(f"{path}: {damage}")
-            else:  # a run that is still training has deleted it, and has newer ones
+            else:  # a run that is still training has deleted it, and has newer checkpoints
                 return self._first_intact(known, hashes)
         return None
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of one step. UserError if it is not there, or damaged."""
+        """Return the checkpoint of one step. Raises UserError if it is missing or damaged."""
         there = dict(reversed([(number, path) for path, number in self._finished()]))
         if step not in there:
             steps = ", ".join(map(str, sorted(there)))
@@ -388,7 +390,7 @@ class CheckpointStore:
         return Checkpoint(there[step], step)
 
     def tidy(self, best: BestCheckpoint | None) -> None:
-        """Finish what a killed process has begun: the link to the best checkpoint, deletions, an interrupted replacement. Call it after
+        """Finish the work of a killed process: the link to the best checkpoint, deletions, an interrupted replacement. Call it after
         `latest`."""
         with warn_if_refused(f"what a killed process has left in {self.folder} is still there"):
             self._clean_up()
@@ -408,7 +410,7 @@ class CheckpointStore:
                 link.unlink()
 
     def _finished(self) -> list[tuple[Path, int]]:
-        """Finished checkpoints, newest first; for one step, the new one before the one it replaces."""
+        """Return finished checkpoints, newest first; for one step, the new one before the one that it replaces."""
         if not self.folder.is_dir():
             return []
         matches = [(path, FINISHED.fullmatch(path.name)) for path in sorted(self.folder.iterdir())]
@@ -455,8 +457,8 @@ class CheckpointStore:
                 self._delete(replaced)
 
     def _rotate(self, saved: int) -> None:
-        """Keep the checkpoint just saved, the next intact ones before it, and the best if it is intact; otherwise forget it. A later one,
-        from which a resumed run fell back, is deleted if damaged; otherwise it is the user's and stays."""
+        """Keep the checkpoint just saved, the next intact ones before it, and the best one if it is intact; otherwise forget which was
+        best. A later checkpoint, from which a resumed run fell back, is deleted if it is damaged; an intact one is the user's and stays."""
         with warn_if_refused(f"checkpoints beyond run.keep were not deleted from {self.folder} and still take space"):
             self._delete_all_but_kept(saved)
         if self.best and not self.holds(self.best.step):
@@ -486,8 +488,8 @@ class CheckpointStore:
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Copies in one memory of their own, which goes back to the system with the last of them: memory that `malloc` gives for tensors below
-    32 MiB may stay with the process. None where the system refuses so much memory."""
+    """Copy tensors into one separate memory, which returns to the system with the last of the copies: memory that `malloc` gives for
+    tensors below 32 MiB may stay with the process. Returns None if the system refuses so much memory."""
     sizes = [tensor.nbytes for tensor in tensors.values()]
     *begins, count = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     try:
@@ -505,19 +507,19 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def tensors_file(rank: int, size: int) -> str:
-    """The name of the file with the tensors of worker `rank` of `size`."""
+    """Return the name of the file with the tensors of worker `rank` of `size`."""
     return TENSORS if size == 1 else f"trainer-{rank:05d}-of-{size:05d}.safetensors"
 
 
 def tensor_files(listed: Iterable[str]) -> list[str]:
-    """The files with tensors among those that a manifest lists, in order of rank; none if they are not exactly those of one save."""
+    """Return the tensor files in a manifest, in order of rank; none if they are not exactly those of one save."""
     found = sorted(name for name in listed if name == TENSORS or SHARD.fullmatch(name))
     return found if found == [tensors_file(rank, len(found)) for rank in range(len(found))] else []
 
 
 def pieces_of(path: Path, files: Iterable[Any]) -> dict[str, list[SavedPiece]]:
-    """The pieces of every tensor in a checkpoint's open files, in order. A whole tensor that several workers wrote is read from the first
-    one's file."""
+    """Return the pieces of every tensor in a checkpoint's open files, in order. A whole tensor that several workers wrote is read from the
+    first worker's file."""
     found: dict[str, list[SavedPiece]] = {}
     for file in files:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
@@ -535,7 +537,7 @@ def pieces_of(path: Path, files: Iterable[Any]) -> dict[str, list[SavedPiece]]:
 
 
 def cuts_of(files: Iterable[Any]) -> dict[str, CutTensor]:
-    """How the tensors were cut that a checkpoint's open files have in parts."""
+    """Return how tensors in parts are cut, from a checkpoint's open files."""
     found: dict[str, CutTensor] = {}
     for file in files:
         given = json.loads((file.metadata() or {}).get(CUTS, "{}"))
@@ -553,8 +555,8 @@ def write_trainer(
 ) -> Callable[..., Digests]:  # fmt: skip
     """Write the tensors of worker `rank` of `size` into a checkpoint's folder, and the first worker's exported model. With `beside`, and if
     copies of all `here` workers of this machine fit well into main memory, the tensors are only copied. Returns a function that does the
-    rest, in any thread: it writes the copy, and hashes the worker's file unless it is the only worker. It may be given what to call after
-    each piece of that file."""
+    rest, in any thread: it writes the copy, and hashes the worker's file unless there is only one worker. Its argument, if any, is called
+    after each piece of that file."""
     if rank == 0:
         (folder / MODEL).mkdir()
         export(folder / MODEL)
@@ -578,13 +580,13 @@ def finish_trainer(
 def write_tensors(
     folder: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, size: int = 1, cuts: Mapping[str, CutTensor] | None = None
 ) -> None:
-    """`cuts`: of tensors that workers save in parts."""
+    """Write a worker's tensors to its file. `cuts`: of tensors that workers save in parts."""
     metadata = {CUTS: json.dumps({name: cut.to_json() for name, cut in cuts.items()})} if cuts else None
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / tensors_file(rank, size), metadata)
 
 
 def hash_files(folder: Path, paths: Iterable[Path], go_on: Callable[[], None] = lambda: None) -> Digests:
-    """Hash files of a checkpoint's folder, and flush them to the disk. `go_on`: called after each piece, of which none takes long."""
+    """Hash files of a checkpoint's folder, and flush them to the disk. `go_on`: called after each piece; no piece takes long."""
     found: Digests = {}
     for path in paths:
         with path.open("rb") as stream:
@@ -603,8 +605,8 @@ def hash_files(folder: Path, paths: Iterable[Path], go_on: Callable[[], None] = 
 
 
 def flush_range(descriptor: int, begin: int, count: int, flags: int) -> None:
-    """Have the disk take some bytes of a file, where the system can do that: `fsync` of a large file may take minutes without a sign. It
-    must follow nevertheless, for it alone flushes what else belongs to the file."""
+    """Flush some bytes of a file to the disk, where the system can do that, because `fsync` of a large file may take minutes without a sign
+    of progress. `fsync` must still follow, since only it flushes everything that belongs to the file."""
     if sys.platform != "linux":
         return
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -613,7 +615,8 @@ def flush_range(descriptor: int, begin: int, count: int, flags: int) -> None:
 
 
 def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None, known: Digests | None = None) -> None:
-    """Flush everything in the folder to the disk, the manifest last. `known`: of files that their writers have hashed and flushed."""
+    """Flush everything in the folder to the disk, the manifest last. `known`: digests of files that their writers have hashed and
+    flushed."""
     use_usual_modes(folder)
     known = known or {}
     unread = sorted(path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in known)
@@ -629,7 +632,7 @@ def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: 
 
 
 def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
-    """Why this folder is not an intact checkpoint of that step, or None if it is. Sizes are checked first: they cost nothing."""
+    """Return why this folder is not an intact checkpoint of that step, or None if it is. Sizes are checked first, at no cost."""
     try:
         manifest = json.loads(read_file(folder / MANIFEST))
         if manifest["format"] != FORMAT:
@@ -662,7 +665,7 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder: a rename or a new file is on the disk only when its folder is."""
+    """Flush a folder to the disk: a rename or a new file is on the disk only when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -672,7 +675,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def warn_if_refused(consequence: str) -> Iterator[None]:
-    """Make a refusal of the system a warning, where no checkpoint depends on what was refused and the next save tries it again."""
+    """Turn a refusal of the system into a warning, where no checkpoint depends on the operation and the next save repeats it."""
     try:
         yield
     except OSError as error:
@@ -684,12 +687,12 @@ def remove(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            # Not a reason to end the run: the folder's name marks it as rubbish, and the next save tries again.
+            # Not a reason to end the run: the folder's name marks it as incomplete, and the next save tries to delete it again.
             warnings.warn(f"{folder} could not be deleted and still takes space: {error}", RunWarning, stacklevel=2)
 
 
 def system_error_number(error: BaseException) -> int | None:
-    """The errno of a failed write; safetensors and tokenizers give it only in their messages."""
+    """Return the errno of a failed write. safetensors and tokenizers have it only in their messages."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
@@ -697,13 +700,13 @@ def system_error_number(error: BaseException) -> int | None:
 
 
 def open_checkpoint(find: Callable[[], Found], read: Callable[[Found], Result], warn: Callable[[str], None]) -> Result:
-    """What `read` makes of the checkpoint that `find` gives. A run that is still training may delete it meanwhile: then `find` is asked
-    again."""
+    """Return what `read` returns for the checkpoint that `find` returns. A run that is still training may delete the checkpoint meanwhile;
+    then `find` is called again."""
     while True:
         found = find()
         try:
             return read(found)
-        except Exception:  # what a reader raises for a file that is gone depends on the library
+        except Exception:  # the exception for a missing file depends on the library
             if found is None or found.path.exists():
                 raise
             warn(f"{found.path} was deleted by its run while it was read: the next checkpoint is taken")

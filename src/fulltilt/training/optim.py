@@ -1,14 +1,14 @@
-"""AdamW over float32 masters, which several workers may share out among themselves.
+"""AdamW over float32 masters, which may be divided among several workers.
 
 Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
 are float32 or better whatever type the model computes in (a tied weight's two gradients are summed there too); a non-finite gradient
 changes nothing and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit, on any number of workers; a step
-that runs out of memory changes nothing, on any worker, since all memory that it needs is there before the first number changes. Masters and
-moments are on the device, or on the host and streamed through the device in buckets: the same arithmetic on the same numbers, so the same
-bits.
+that runs out of memory changes nothing, on any worker, since all memory that it needs is allocated before the first number changes. Masters
+and moments are on the device, or on the host and streamed through the device in buckets: the same arithmetic on the same numbers, so the
+same bits.
 
-In a step the gradients are summed over the workers, and each worker updates its own numbers (training/parameters.py), for which alone it
-has masters and moments.
+In a step the gradients are summed over the workers, and each worker updates its own numbers (training/parameters.py). It has masters and
+moments only for these.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 class StepReport:
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # the gradient was not finite
+    skipped: bool  # whether the step was skipped because the gradient was not finite
 
 
 class StepAbandoned(Exception):
-    """A worker has run out of memory, and no worker has changed anything. Gradients are not cleared. The message is what was reported, if
-    it was this worker."""
+    """A worker has run out of memory, and no worker has changed anything. Gradients are not cleared. The message is this worker's report;
+    empty if it was another worker."""
 
 
 def learning_rate(config: TrainConfig, update: int, total: int) -> float:
-    """The rate of optimizer step `update` (from 0) out of `total`."""
+    """Return the learning rate of optimizer step `update` (from 0) out of `total`."""
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -64,12 +64,12 @@ def learning_rate(config: TrainConfig, update: int, total: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A range of a parameter's numbers with their states, all flat, where AdamW changes them."""
+    """A range of a parameter's numbers with their states, all flat, in the memory that AdamW changes."""
 
     name: str
-    numbers: slice  # within those of the parameter that are this worker's
+    numbers: slice  # the range within this worker's numbers of the parameter
     parameter: torch.Tensor
-    weights: torch.Tensor  # the master's, or the parameter's where it is its own master
+    weights: torch.Tensor  # the master's numbers, or the parameter's if it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
 
@@ -77,10 +77,10 @@ class Share:
 class Optimizer:
     """AdamW over all parameters of `model` that require a gradient.
 
-    `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
-    `offload`: which states are on the device only when needed. It changes no bit of any step, and checkpoints fit all settings.
-    `ranks`: the workers that train the same model, each from samples of its own. `shards`: the model is shared out among them. `divided`:
-    the model is a part of one, as that of each of `ranks`; a checkpoint then has parts, too.
+    `keeps_parameters`: whether parameter values go into checkpoints with the moments, because nothing else there holds them (a critic,
+    adapters). `offload`: which states are on the device only when needed. It changes no bit of any step, and checkpoints fit all settings.
+    `ranks`: the workers that train the same model, each from its own samples. `shards`: given if the model is sharded across them.
+    `divided`: given if this worker has a part of the model; checkpoints then have parts, too.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Optimizer:
         self.keeps_parameters = keeps_parameters
         self.offload = offload
         self.total_updates = total_updates
-        self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
+        self.updates = 0  # place in the schedule: updates that were tried, and those left out in steps with too few samples
         self.skipped = 0
         self.changing = False  # whether a step has begun to change numbers and has not ended
         self._parameters = trained(model)
         self._divided = divided
         self.alone = ranks.alone and divided is None
-        # A worker that failed can still take part in the step, which all then leave out.
+        # A worker that failed can still take part in the step, which all workers then skip.
         self._agreeing = None if self.alone else divided.everyone if divided else ranks
         self._held: Held
         if shards:
@@ -113,14 +113,14 @@ class Optimizer:
             for name, p in self._parameters.items()
             if (count := length_of(self._held.own[name]))
         ]
-        # Allocated now rather than at the first step, so that memory measured at the start of a run stays true.
+        # Allocated now rather than at the first step, so that memory measured at the start of a run stays valid.
         self._states = States(self._entries, self._device, offload)
         # Each part of a parameter has its own counter of the same steps, since AdamW increments the counters that it is given.
         counter = partial(torch.zeros, (), dtype=torch.float32, device=self._device if self._fused else "cpu")
         self._shares = [[self._share(part, counter()) for part in bucket] for bucket in self._states.buckets]
         for number in self._states.stream(read=(), written=(MASTER,)):
             copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
-        # The largest temporaries of `adamw` without `fused`: of one share at a time, a root and the quotient made from it.
+        # The largest temporaries of `adamw` without `fused`: for one share at a time, a root and a quotient.
         self._scratch_bytes = 0 if self._fused else 2 * max((s.weights.nbytes for s in chain.from_iterable(self._shares)), default=0)
         if not offload.grads:
             self.prepare()
@@ -137,7 +137,7 @@ class Optimizer:
         return self._held.version
 
     def begin(self, update: int) -> None:
-        """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
+        """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have skipped updates: the schedule follows
         the run's steps and ends with them."""
         self.updates = update
         self.zero_grad()
@@ -151,8 +151,8 @@ class Optimizer:
         self._held.clear(free=self.offload.grads)
 
     def step(self, *, failed: bool = False) -> StepReport:
-        """Apply the accumulated gradients of all workers, clipped, and clear them. `failed`: those of this worker are not complete, because
-        it ran out of memory. Then, and if any other worker has run out of memory, `StepAbandoned` is raised."""
+        """Apply the accumulated gradients of all workers, clipped, and clear them. `failed`: whether this worker's gradients are
+        incomplete, because it ran out of memory. Raises `StepAbandoned` if any worker has run out of memory."""
         if failed and self._agreeing is None:
             assert self.alone, "other workers would wait for this one"
             raise StepAbandoned
@@ -166,12 +166,12 @@ class Optimizer:
             self._apply(gradients, norm, lr)
         else:
             self.skipped += 1
-        del gradients  # or their memory would outlive `zero_grad`
+        del gradients  # otherwise their memory would outlive `zero_grad`
         self.zero_grad()
         return StepReport(grad_norm=norm, lr=lr, skipped=not math.isfinite(norm))
 
     def _require_memory(self, failed: bool) -> None:
-        """Go on only if no worker has failed and each has the memory for the rest of the step."""
+        """Continue only if no worker has failed and each has the memory for the rest of the step."""
         if self._agreeing is None:
             return self._reserve()
         why = ""
@@ -185,12 +185,12 @@ class Optimizer:
             raise StepAbandoned(why)
 
     def _reserve(self) -> None:
-        """Raise an out-of-memory error now if there is too little memory for what the rest of the step allocates."""
+        """Raise an out-of-memory error now if there is too little memory for the rest of the step."""
         torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, lr: float) -> None:
-        """All memory is there before the first bucket changes anything: from then on nothing can fail."""
+        """Update the parameters. All memory is allocated before the first bucket changes anything: from then on nothing can fail."""
         self._require_presence()
         self.changing = True
         if self.config.clip_grad and norm > self.config.clip_grad:
@@ -217,8 +217,8 @@ class Optimizer:
         assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.to_device)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`: those of
-        this worker. They are no copies: the next step changes them. Of a parameter that several workers share out, each has a flat piece,
+        """Return this worker's tensors for a checkpoint, in addition to the model; with `keeps_parameters`, also the trained parameters.
+        They are not copies: the next step changes them. Of a parameter that several workers divide, each has a flat piece,
         `KIND/NAME@START`."""
         self._require_presence()
         self._states.settle()
@@ -233,12 +233,12 @@ class Optimizer:
                 result |= {f"{kind}/{entry.name}{part}": shaped(numbers, parameter) for kind, numbers in self._saved(entry).items()}
             else:
                 result |= {f"{kind}/{entry.name}{part}@{own.start}": numbers for kind, numbers in self._saved(entry).items()}
-            if own.start == 0:  # one worker's is enough: all count the same steps
+            if own.start == 0:  # one worker's counter is enough: all count the same steps
                 result[f"step/{entry.name}"] = steps[entry.name]
         return result
 
     def cuts(self) -> dict[str, CutTensor]:
-        """How those of `tensors` are cut that are saved in parts."""
+        """Return the cuts of those `tensors` that are saved in parts."""
         if self._divided is None:
             return {}
         own_part = self._divided.part
@@ -246,7 +246,7 @@ class Optimizer:
         return {name: parted[own] for name in self._shapes() if (own := name.partition("/")[2]) in parted and not name.startswith("step/")}
 
     def _read(self, saved: SavedTensors, kind: str, name: str) -> torch.Tensor:
-        """This worker's numbers of a parameter from a checkpoint, flat."""
+        """Return this worker's numbers of a parameter from a checkpoint, flat."""
         own = self._held.own[name]
         part = self._divided.part if self._divided else None
         if part is None or part.is_whole(name):
@@ -274,19 +274,19 @@ class Optimizer:
         self.updates, self.skipped = updates, skipped
 
     def _saved(self, entry: Entry) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of this worker's numbers of a parameter, flat, in their permanent memory."""
+        """Return this worker's numbers of a parameter that a checkpoint holds, flat, in their permanent memory."""
         kind = self._saved_as(entry.name)
         own = {kind: self._held.numbers(entry.name)} if kind and kind not in entry.kinds else {}
         return {**own, **{kind: self._states.home(entry, kind) for kind in entry.kinds}}
 
     def _saved_as(self, name: str) -> str | None:
-        """How the value of a parameter is called in a checkpoint; None where only the exported model holds it."""
+        """Return the name of a parameter's value in a checkpoint; None if only the exported model holds it."""
         if self._held.rounded(name):
             return MASTER
         return "parameter" if self.keeps_parameters else None
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what all workers together save under each name."""
+        """Return the shapes of what all workers together save under each name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [kind for kind in (self._saved_as(name), *MOMENTS) if kind]
@@ -295,26 +295,26 @@ class Optimizer:
         return shapes
 
     def accumulators(self) -> Iterable[torch.Tensor]:
-        """The memory of accumulated gradients, as far as it exists now."""
+        """The memory of accumulated gradients that exists now."""
         return self._held.accumulators
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """All of its memory except parameters and gradients, on the device and on the host."""
+        """Yield all its memory except parameters and gradients, on the device and on the host."""
         yield from self._states.memory()
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     whole = {name: p for name, p in found.items() if not is_shard(p)}
-    gaps = [name for name, p in whole.items() if torch.empty_like(p, device="meta").stride() != p.stride()]  # a copy leaves gaps out
+    gaps = [name for name, p in whole.items() if torch.empty_like(p, device="meta").stride() != p.stride()]  # copies leave gaps out
     assert not gaps, f"{gaps[0]} does not fill its memory range: give it memory of its own"
     return found
 
 
 @torch.no_grad()
 def restore_parameters(model: torch.nn.Module, saved: SavedTensors, part: ModelPart | None = None) -> None:
-    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further. `part`: the model is a
-    part of the one that was saved."""
+    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further. `part`: given if this
+    worker has a part of the saved model."""
     names = set(saved.names())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -328,7 +328,7 @@ def restore_parameters(model: torch.nn.Module, saved: SavedTensors, part: ModelP
 
 
 def refuse_misfits(own: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:
-    """`own`: the shapes that are expected. A tensor in pieces is flat."""
+    """Refuse a checkpoint whose tensors have other shapes. `own`: the expected shapes. A tensor in pieces is flat."""
     names = set(saved.names())
     misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
     misfits += [f"{name} is in the checkpoint only" for name in sorted(names) if name not in own]

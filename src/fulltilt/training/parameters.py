@@ -1,8 +1,8 @@
-"""The parameters that an optimizer changes, and their gradients, as one worker has them.
+"""One worker's share of the parameters that an optimizer changes, and of their gradients.
 
 Enters: a model's trained parameters, and the workers that train them together. Leaves: for each parameter the numbers that this worker
 updates (`own`, `numbers`), and their gradients summed over all workers (`reduced`). Guaranteed: every number is updated by one worker (one
-of each group, where groups hold the same); after `changed` every worker computes with the new values. Three ways:
+of each group, if groups hold the same); after `changed` every worker computes with the new values. Three ways:
 
     WholeParameters   every worker has all parameters. Accumulators of one type are one memory, cut into a stretch for each worker:
                       gradients are summed into the stretches, and new parameters are sent to all. No collective runs before the step.
@@ -32,17 +32,17 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """A model of which this worker has a part. What else workers share out, those with the same part do."""
+    """Groups of workers for a model of which this worker has a part. Workers with the same part divide its numbers."""
 
     part: ModelPart
     everyone: Ranks  # the workers with all parts
-    replicas: Ranks | None = None  # given where only some parameters are in parts: the workers that have the same of these
+    replicas: Ranks | None = None  # given if only some parameters are in parts: the workers with the same parts of these
 
 
 class Held(Protocol):
-    ranks: Ranks  # the workers among which the numbers are shared out
+    ranks: Ranks  # the workers among which the numbers are divided
     own: Mapping[str, slice]  # the range of each parameter's numbers that this worker updates; it may be empty
-    saves: bool  # whether what this worker has belongs into a checkpoint: no other worker saves the same
+    saves: bool  # whether this worker saves its numbers into checkpoints: no other worker saves the same
 
     @property
     def version(self) -> int:
@@ -50,16 +50,16 @@ class Held(Protocol):
 
     @property
     def accumulators(self) -> list[torch.Tensor]:
-        """The memory of accumulated gradients, as far as it exists now."""
+        """The memory of accumulated gradients that exists now."""
 
     def numbers(self, name: str) -> torch.Tensor:
-        """This worker's numbers of a parameter, flat, in their permanent memory."""
+        """Return this worker's numbers of a parameter, flat, in their permanent memory."""
 
     def is_own_master(self, name: str) -> bool:
-        """Whether the numbers are precise enough to be updated themselves."""
+        """Return whether a parameter's numbers are precise enough to be updated directly."""
 
     def rounded(self, name: str) -> bool:
-        """Whether what the model computes with is too coarse to be its own master: then a checkpoint holds a master."""
+        """Return whether the model computes with numbers too coarse to be their own masters: then a checkpoint holds a master."""
 
     def prepare(self) -> None:
         """Allocate the accumulators, unless they exist."""
@@ -68,14 +68,15 @@ class Held(Protocol):
         """Set the gradients to zero, or free their memory."""
 
     def reduced(self) -> dict[str, torch.Tensor]:
-        """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter without a gradient on any worker
-        is left out, unless it has an accumulator."""
+        """Return the gradients of this worker's numbers, flat, summed over all workers. A parameter without a gradient on any worker is
+        left out, unless it has an accumulator."""
 
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        """The norm of all gradients, from those of this worker's numbers: the same bits on every worker, or they would drift apart."""
+        """Return the norm of all gradients, from those of this worker's numbers, with the same bits on every worker, or workers would drift
+        apart."""
 
     def changed(self) -> None:
-        """The numbers have been updated: let all workers compute with them."""
+        """Make all workers compute with the updated numbers."""
 
 
 class WholeParameters:
@@ -88,7 +89,7 @@ class WholeParameters:
         self.parameters, self.ranks, self.divided = parameters, ranks, divided
         self.layouts = lay_out(parameters, ranks.size)
         self.memories: list[torch.Tensor] = []
-        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
+        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them in place
             self.memories = [move_into(layout, parameters) for layout in self.layouts.values()]
             rejoin(model)
         self.own = {name: layout.own(name, ranks.rank) for layout in self.layouts.values() for name in layout.places}
@@ -110,7 +111,7 @@ class WholeParameters:
         return is_low(self.parameters[name])
 
     def prepare(self) -> None:
-        """A parameter that is its own master needs no accumulator, unless its gradient has to be summed over workers."""
+        """Allocate accumulators. A parameter that is its own master needs none, unless its gradient has to be summed over workers."""
         if self.gradients:
             return
         for dtype, layout in self.layouts.items():
@@ -168,7 +169,7 @@ class WholeParameters:
 
 
 class ExpertsApart:
-    """Whole parameters, of which those of experts are shared out only among the workers that have the same experts."""
+    """Whole parameters, where experts are divided only among the workers that have the same experts."""
 
     saves: bool = True
     version: int = 0
@@ -211,7 +212,8 @@ class ExpertsApart:
         return {**self._common.reduced(), **self._experts.reduced()}
 
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        """Every number is in one stretch: of a common parameter among all workers, of an expert's among those that have it."""
+        """Return the norm of all gradients. Every number is in one stretch: a common parameter's among all workers, an expert's among those
+        that have it."""
         return self.divided.everyone.norm(norm_of(gradients, self.parameters))
 
     def changed(self) -> None:
@@ -231,7 +233,7 @@ class ParameterShards:
 
     @property
     def accumulators(self) -> list[torch.Tensor]:
-        """None: each parameter has its own gradient."""
+        """Empty: each parameter has its own gradient."""
         return []
 
     def numbers(self, name: str) -> torch.Tensor:
@@ -244,7 +246,7 @@ class ParameterShards:
         return low(self.shards.types[name])
 
     def prepare(self) -> None:
-        """Gradients have memory from the first backward pass to the end of the step."""
+        """Do nothing: gradients have memory from the first backward pass to the end of the step."""
 
     def clear(self, *, free: bool) -> None:
         for parameter in self.parameters.values():
@@ -258,7 +260,7 @@ class ParameterShards:
         return found
 
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        """One sum over all groups, which have the same gradients: each group's own sum could add up in another order."""
+        """Return the norm as one sum over all groups, which have the same gradients: each group's own sum could add up in another order."""
         sharing = self.shards.sharing
         everyone = self.divided.everyone if self.divided else sharing.everyone
         own = self.divided.part.norm(gradients, self.own) if self.divided else norm_of(gradients, self.parameters)
@@ -282,7 +284,7 @@ def device_of(parameters: Parameters) -> torch.device:
 
 
 def is_low(parameter: torch.Tensor) -> bool:
-    """Whether its type is too coarse for it to be its own master."""
+    """Return whether the parameter's type is too coarse for it to be its own master."""
     return low(parameter.dtype)
 
 
@@ -291,12 +293,12 @@ def low(dtype: torch.dtype) -> bool:
 
 
 def shaped(memory: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The numbers at the beginning of `memory`, in the shape of the parameter."""
+    """Return the numbers at the beginning of `memory`, in the shape of the parameter."""
     return memory.as_strided(parameter.shape, parameter.stride())
 
 
 def like_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient with its parameter's strides. Autograd's own have them; a gradient set by other code may not."""
+    """Return the gradient with its parameter's strides. Autograd's own gradients have them; a gradient set by other code may not."""
     return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 

@@ -1,4 +1,4 @@
-"""A role is a composition: a model with its head, and an optimizer or none.
+"""Roles, each composed of a model with its head, and an optimizer if it learns.
 
 Enters: a loaded model. Leaves: actor and ref (`Policy`), critic (`Critic`), reward model (`Scorer`), each with one way to run a packed
 micro-batch: `terms` for the loss of a role that learns, `annotate` for one number per trained token, without gradients. The entropy is
@@ -30,7 +30,7 @@ from fulltilt.parallel.sequence import ONE, SequenceGroup
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.training.optim import Optimizer
 
-# Two tokens that mean nothing, for a worker that has fewer micro-batches than others where all must run as many.
+# Two meaningless tokens, for a worker with fewer micro-batches than others where all must run equally many.
 FILLER = MicroBatch(
     ids=np.zeros(2, np.int64),
     positions=np.arange(2),
@@ -41,7 +41,7 @@ FILLER = MicroBatch(
     weights=np.zeros(1),
     fresh=np.ones(1, bool),
 )
-NO_PROGRESS = PassProgress()  # a worker that is alone waits for nobody
+NO_PROGRESS = PassProgress()  # for a worker that is alone
 
 
 class Role(ABC):
@@ -52,9 +52,9 @@ class Role(ABC):
     optimizer: Optimizer | None = None
     sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
     tensor: Ranks = ALONE  # the members that compute each layer together
-    meets: bool = False  # whether workers exchange tokens in its passes, of which each must make as many as the others
-    progress: PassProgress = NO_PROGRESS  # how far this worker is in passes that others make at the same time
-    most_tokens: int = 0  # that have entered the model in a pass
+    meets: bool = False  # whether its passes exchange tokens between workers, which must then make equally many passes
+    progress: PassProgress = NO_PROGRESS  # progress in passes that other workers make at the same time
+    most_tokens: int = 0  # the most tokens that have entered the model in a pass
 
     @property
     def device(self) -> torch.device:
@@ -62,11 +62,11 @@ class Role(ABC):
 
     @property
     def tells(self) -> bool:
-        """Whether this worker is the one that tells the results of those that compute a micro-batch together."""
+        """Whether this worker reports the results of those that compute a micro-batch together."""
         return self.sequence.first and self.tensor.rank == 0
 
     def part_of(self, micro: MicroBatch, read: np.ndarray) -> StreamPart:
-        """What this worker computes of a micro-batch. `read`: places in its stream whose results are read, ascending."""
+        """Return this worker's part of a micro-batch. `read`: places in its stream whose results are read, ascending."""
         self.progress.begin()
         part = StreamPart.of(micro, read, self.device, self.sequence)
         self.most_tokens = max(self.most_tokens, len(part.ids))
@@ -77,29 +77,30 @@ class Role(ABC):
 
     @abstractmethod
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        """One number per trained token, float32 [R], without gradient."""
+        """Return one number per trained token, float32 [R], without gradient."""
 
     def terms(self, micro: MicroBatch) -> Any:
-        """The input of the role's loss, `TokenTerms` or `ValueTerms`."""
+        """Return the input of the role's loss, `TokenTerms` or `ValueTerms`."""
         raise AssertionError(f"the {self.name} does not learn")
 
     def nothing(self) -> torch.Tensor:
-        """A loss of zero, with a gradient of zero, that takes a pass through the whole model."""
+        """Make a pass through the whole model, and return a loss of zero with gradients of zero."""
         raise AssertionError(f"the {self.name} does not learn")
 
     @contextmanager
     def standing_in(self, micro: MicroBatch) -> Iterator[torch.Tensor]:
-        """Encloses a pass over a filler, in which this worker does for others what they expect of it in one over `micro`: yields what
-        `nothing` is, whose backward pass belongs inside."""
+        """Enclose a pass over a filler in place of one over `micro`, in which this worker does what other workers expect of it. Yields a
+        loss as of `nothing`, whose backward pass belongs inside."""
         with self.progress.standing_in(-(-len(micro.ids) // self.sequence.size)):
             yield self.stand_in(micro)
 
     @abstractmethod
     def stand_in(self, micro: MicroBatch) -> torch.Tensor:
-        """For `standing_in`: the loss of zero."""
+        """Return the loss of zero for `standing_in`."""
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None:
-        """Bytes of the head's largest temporary in passes over these, by its own count. None: a scalar head has none worth counting."""
+        """Return the bytes of the head's largest temporary in passes over these, by its own count; None for a scalar head, whose
+        temporaries are negligible."""
         return None
 
 
@@ -110,13 +111,13 @@ class Policy(Role):
     temperature: float  # the temperature at which the samples were drawn
     optimizer: Optimizer | None = None
     entropy_gradient: bool = False
-    as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass: the model may be another role too
+    as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass, since the model may be another role too
     options: HeadOptions = field(default_factory=HeadOptions)
     sequence: SequenceGroup = ONE
 
     def run(self, micro: MicroBatch, entropy: Entropy = "none", filler: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]. `filler`: the body computes one in
-        place of the micro-batch, and the numbers mean nothing."""
+        """Return the log-prob, with gradient unless gradients are off, and the entropy of each trained token [R]. `filler`: whether the
+        body computes a filler in place of the micro-batch, so that the numbers are meaningless."""
         part = self.part_of(micro, micro.trained - 1)
         targets, given = part.targets(micro), self.filler_part() if filler else part
 
@@ -137,7 +138,7 @@ class Policy(Role):
         weight = Head.of(self.model).weight
         rows = max((max(counts_of(micro, micro.trained - 1, self.sequence)) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
-        options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
+        options = self.options if learns else replace(self.options, recompute=True)  # without a gradient nothing is kept
         itemsize = computing_type(self.model).itemsize
         return head_bytes(rows, vocabulary, width, options, itemsize=itemsize, device=self.device.type, entropy=entropy).largest
 
@@ -151,8 +152,8 @@ class Policy(Role):
         return TokenTerms(logprobs, entropy, like(micro.weights, logprobs), row, fresh=fresh, marked=marked, **others)
 
     def sharper(self) -> Policy:
-        """The same policy at half its temperature."""
-        found = copy(self)  # with everything that was set on it, the workers it computes with among them
+        """Return the same policy at half its temperature."""
+        found = copy(self)  # with everything that was set on it, such as its groups of workers
         found.temperature = self.temperature / 2
         return found
 
@@ -170,7 +171,7 @@ class Policy(Role):
 
 @dataclass(eq=False)
 class Critic(Role):
-    """For each trained token, the reward to expect given the text before it."""
+    """Predicts, for each trained token, the reward to expect given the text before it."""
 
     name: str
     model: ScalarModel
@@ -198,7 +199,7 @@ class Critic(Role):
 
 @dataclass(eq=False)
 class Scorer(Role):
-    """A reward model: one number for each text, read at its last token, the only one that its row marks as trained."""
+    """A reward model: computes one number per text, read at its last token, the only one that its row marks as trained."""
 
     name: str
     model: ScalarModel
@@ -213,13 +214,13 @@ class Scorer(Role):
 
 
 def values_of(model: ScalarModel, part: StreamPart) -> torch.Tensor:
-    """The model's number at each token of the stream that is read."""
+    """Return the model's number at each token of the stream that is read."""
     values = in_one_pass(model, lambda: model.values(part.ids, part.positions, part.context))
     return part.of_all(values[part.read])
 
 
 def stand_in_of(role: Critic | Scorer, part: StreamPart) -> torch.Tensor:
-    """`Role.stand_in` of a scalar model, for this worker's part of a micro-batch."""
+    """Implement `Role.stand_in` for a scalar model and this worker's part of a micro-batch."""
     given = role.filler_part()
     values = in_one_pass(role.model, lambda: role.model.values(given.ids, given.positions, given.context))
     return 0 * part.of_all(values[:1].expand(len(part.read))).sum()
@@ -227,21 +228,21 @@ def stand_in_of(role: Critic | Scorer, part: StreamPart) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StreamPart:
-    """A micro-batch as a worker computes it: the whole stream, or where several workers share it the part of this one."""
+    """This worker's part of a micro-batch: the whole stream, or where several workers share it, its own tokens."""
 
     ids: torch.Tensor  # int64 [T], or [T / size]
     positions: torch.Tensor
     context: Packed
     read: torch.Tensor  # int64: places in this part whose results are read; at least one
-    counts: Sequence[int]  # how many results are read of each worker's part
+    counts: Sequence[int]  # number of results that are read from each worker's part
     sequence: SequenceGroup
 
     @staticmethod
     def of(micro: MicroBatch, read: np.ndarray, device: torch.device, sequence: SequenceGroup) -> StreamPart:
-        """`read`: places in the stream whose results are read, ascending."""
+        """Make the part. `read`: places in the stream whose results are read, ascending."""
         ids, positions, bounds = micro.ids, micro.positions, micro.cu_seqlens
         missing = -len(ids) % sequence.size
-        if missing:  # a document of its own, which no other sees
+        if missing:  # a separate document, which no other document sees
             ids, positions = np.concatenate([ids, np.zeros(missing, np.int64)]), np.concatenate([positions, np.arange(missing)])
             bounds = np.append(bounds, len(ids))
         own, counts = sequence.own(len(ids)), counts_of(micro, read, sequence)
@@ -256,31 +257,32 @@ class StreamPart:
         )
 
     def targets(self, micro: MicroBatch) -> torch.Tensor:
-        """The trained tokens whose log-probs are read of this part."""
+        """Return the trained tokens whose log-probs are read from this part."""
         own = micro.ids[chosen(micro.trained, self.counts, self.sequence.ranks.rank)]
         return to_device(own if len(own) else np.zeros(1, np.int64), self.context.cu_seqlens.device)
 
     def of_all(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The results of the whole stream [R], from those of this part. One that was computed only so that there is one is left out."""
+        """Return the results of the whole stream [R], from those of this part. A result that was computed only so that there is one is left
+        out."""
         own = numbers if self.counts[self.sequence.ranks.rank] else numbers[:0]
         return own if self.sequence.size == 1 else self.sequence.gather(own, self.counts)
 
 
 def chosen(whole: np.ndarray, counts: Sequence[int], rank: int) -> np.ndarray:
-    """The entries of one worker, of which each has so many."""
+    """Return one worker's entries. `counts`: number of entries of each worker."""
     before = sum(counts[:rank])
     return whole[before : before + counts[rank]]
 
 
 def counts_of(micro: MicroBatch, read: np.ndarray, sequence: SequenceGroup) -> list[int]:
-    """How many of the places of the stream are in each worker's part of it."""
+    """Return how many of the stream's places are in each worker's part."""
     each = -(-len(micro.ids) // sequence.size)
     ends = np.searchsorted(read, each * np.arange(1, sequence.size + 1))
     return np.diff(ends, prepend=0).tolist()
 
 
 def annotate_all(role: Role, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:
-    """The role's numbers for each micro-batch, read while the device works on the next."""
+    """Yield the role's numbers for each micro-batch, each read while the device works on the next."""
     last: Callable[[], np.ndarray] | None = None
     for micro in micro_batches:
         before, last = last, to_host(role.annotate(micro))

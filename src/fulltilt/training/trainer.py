@@ -2,8 +2,8 @@
 
 `accumulate`, then `apply`. Enters: a `MiniBatch`, or a worker's part of one, whose weights hold the global denominator, and a loss. Leaves:
 changed parameters, sums for the metrics, and the optimizer's metrics under the role's name. Guaranteed: the gradient is that of the whole
-mini-batch however it is cut into micro-batches and dealt to workers; one that is not finite changes nothing and shows. A loss that treats
-some tokens of a mini-batch apart gets them from `Marking`, after a pass without gradient over all micro-batches.
+mini-batch, however it is cut into micro-batches and dealt to workers; a gradient that is not finite changes nothing and is reported. A loss
+that treats some tokens of a mini-batch apart gets them from `Marking`, after a pass without gradient over all micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fulltilt.records import LossParts, LossSums, MicroBatch, MiniBatch
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import FILLER, Role, annotate_all
 
-# The micro-batches, the policy's log-probs of their trained tokens and the number of updates so far -> the micro-batches with `marked`.
+# Takes micro-batches, the policy's log-probs of their trained tokens and the number of updates so far; returns the micro-batches with
+# `marked`.
 Marking = Callable[[Sequence[MicroBatch], Sequence[np.ndarray], int], list[MicroBatch]]
 
 
@@ -28,7 +29,7 @@ class Trainer:
     def __init__(
         self, role: Role, loss: Callable[[Any], LossParts], marking: Marking | None = None, rest: Callable[[], None] | None = None
     ) -> None:
-        """`loss` takes the role's `terms`. `rest`: ends passes without gradient, where parameters are shared out."""
+        """`loss` takes the role's `terms`. `rest`: called after passes without gradient, where parameters are sharded."""
         assert role.optimizer is not None
         self.marking, self.rest = marking, rest
         self.role = role
@@ -36,8 +37,8 @@ class Trainer:
         self.loss = loss
 
     def accumulate(self, batch: MiniBatch, passes: int = 0) -> LossSums:
-        """Gradients of the micro-batches that are given, on top of what is there. `passes`: how many passes are made at least; those for
-        which there is no micro-batch add nothing."""
+        """Add the gradients of these micro-batches to the accumulated ones. `passes`: the least number of passes to make; passes without a
+        micro-batch add nothing."""
         running = self.accumulating(batch, passes)
         while True:
             try:
@@ -47,7 +48,7 @@ class Trainer:
                 return found
 
     def accumulating(self, batch: MiniBatch, passes: int = 0) -> Generator[None, None, LossSums]:
-        """What `accumulate` does, with a stop after every pass."""
+        """Accumulate like `accumulate`, but yield after every pass."""
         self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         micro_batches = [micro for micro in batch.micro_batches if len(micro.trained)]
@@ -67,7 +68,7 @@ class Trainer:
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
 
     def make_nothing(self, micro: MicroBatch | None = None) -> None:
-        """Make a pass that adds nothing to the gradients. `micro`: in place of a pass over this micro-batch, for workers that compute it
+        """Make a pass that adds nothing to the gradients. `micro`: the micro-batch that this pass replaces, for workers that compute it
         together."""
         with nullcontext(self.role.nothing()) if micro is None else self.role.standing_in(micro) as loss:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -82,7 +83,7 @@ class Trainer:
         return marking(micro_batches, logprobs[: len(micro_batches)], self.optimizer.updates)
 
     def apply(self, *, failed: bool = False) -> dict[str, float]:
-        """One optimizer step with the gradients that are there. `failed`: they are not complete, because memory ran out."""
+        """Make one optimizer step with the accumulated gradients. `failed`: whether they are incomplete, because memory ran out."""
         report = self.optimizer.step(failed=failed)
         return {
             f"{self.role.name}/grad_norm": report.grad_norm,
@@ -92,7 +93,7 @@ class Trainer:
 
 
 class Totals:
-    """Sums by name, kept on the device: reading one costs a wait, so they are read once, at the end."""
+    """Sums by name, kept on the device: reading a number means waiting for the device, so all are read once, at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._found: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=device))

@@ -1,7 +1,7 @@
 """DAPO's rule reward: a response and the true answer enter, +1 or -1 leaves.
 
-The answer is what follows the last `Answer:` among the last 300 characters, up to the end of its line. Both it and the ground truth are
-written in one form (Minerva's conventions: what follows the last `=`, without units, articles, wrappers such as `\\text{}` and thousands
+The answer is the text after the last `Answer:` among the last 300 characters, up to the end of its line. Both it and the ground truth are
+written in one form (Minerva's conventions: the text after the last `=`, without units, articles, wrappers such as `\\text{}` and thousands
 commas, with `\\frac12` spelt out) and must then be the same text: nothing is computed. `acc` is 1.0 or 0.0, `pred` the answer in that form.
 The paper's overlong penalty is not part of this function: the algorithm subtracts it from any reward.
 """
@@ -46,7 +46,7 @@ _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """+1 if the answer is the ground truth, else -1."""
+    """Return +1 if the answer is the ground truth, else -1."""
     truth = _truth(ground_truth)
     found = _ANSWER.findall(solution_str[-END:])
     answer = normal(found[-1]) if found else None
@@ -55,7 +55,7 @@ def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def normal(answer: str) -> str:
-    """The normalised form in which answers are compared."""
+    """Return the normalised form in which answers are compared."""
     for pattern, replacement in _STEPS:
         answer = pattern.sub(replacement, answer)
     digits = answer.replace(",", "")
@@ -63,7 +63,8 @@ def normal(answer: str) -> str:
 
 
 def _truth(ground_truth: Any) -> str:
-    """ValueError if there is no answer: checked first, so that a row without one is not scored -1."""
+    """Return the true answer. Raises ValueError if there is none, before anything else, so that a row without an answer is not scored
+    -1."""
     text = normal(str(ground_truth)) if isinstance(ground_truth, (str, Real)) else ""
     if not text:
         raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} is not an answer: the dapo reward needs a text or a number such as '34'")

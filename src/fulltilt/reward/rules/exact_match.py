@@ -9,7 +9,9 @@ from typing import Any
 
 
 def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """`pred` is the response as it was compared. Example: (" Paris\\n", "paris") -> {"score": 1.0, "pred": "paris"}"""
+    """Return 1 if the response equals a ground truth. `pred`: the response as it was compared.
+
+    Example: (" Paris\\n", "paris") -> {"score": 1.0, "pred": "paris"}"""
     given = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
     truths = [_compared("" if each is None else str(each)) for each in (given if isinstance(given, (list, tuple)) else [given])]
     if not truths or not all(truths):

@@ -1,8 +1,8 @@
 """The GSM8K rewards: a response and the true answer enter, 1 or 0 leaves.
 
-`strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere.
-Both report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read; `strict` also reports `flexible`,
-the other one's score, so that one validation shows both. Commas between thousands, a dollar sign, a plus sign and a full stop at the end
+`strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere. Both
+report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read; `strict` also reports `flexible`, the
+score by the other rule, so that one validation shows both. Commas between thousands, a dollar sign, a plus sign and a full stop at the end
 are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or not, or a whole GSM8K solution.
 """
 
@@ -19,13 +19,13 @@ _NUMBER = re.compile(rf"(?P<sign>(?:(?<![0-9])-)?)\+?(?:\$(?P<inner>-?))?(?P<dig
 
 
 def strict(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """1 if the number after the last `####` is the answer."""
+    """Return 1 if the number after the last `####` is the answer."""
     answer, found = answer_of(ground_truth), _marked_number(solution_str)
     return {**_result(found, answer, marked=found is not None), "flexible": _right(_last_number(solution_str), answer)}
 
 
 def flexible(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """1 if the last number of the text is the answer."""
+    """Return 1 if the last number of the text is the answer."""
     answer, found = answer_of(ground_truth), _last_number(solution_str)
     return _result(found, answer, marked=_marked_number(solution_str) is not None)
 
@@ -39,7 +39,8 @@ def _right(found: str | None, answer: str) -> float:
 
 
 def answer_of(ground_truth: Any) -> str:
-    """The true answer as it is compared. ValueError if there is none: checked first, so that a row without one is not scored 0."""
+    """Return the true answer as it is compared. Raises ValueError if there is none, before anything else, so that a row without an answer
+    is not scored 0."""
     text = str(ground_truth)
     found = _marked_number(text) if MARK in text else _plain_number(text)
     if found is None:
@@ -71,7 +72,7 @@ def _normal(match: re.Match[str]) -> str:
 
 
 def _shortest(number: str) -> str:
-    """One spelling for equal numbers, so that votes for 18, 18.0 and 018 count together."""
+    """Return one spelling for equal numbers, so that votes for 18, 18.0 and 018 count together."""
     sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
     whole, _, fraction = digits.partition(".")
     text = (whole.lstrip("0") or "0") + f".{fraction}".rstrip("0").rstrip(".")

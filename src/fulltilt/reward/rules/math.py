@@ -1,9 +1,9 @@
 """The MATH-style reward: a response and the true answer enter, 1 or 0 leaves; math-verify decides whether they are the same mathematics.
 
-The answer is the content of the response's last `\\boxed{...}`; without one, what math-verify finds in the last thousand characters
-(a formula or number, preferably after "answer"). The ground truth is LaTeX, a number, a text with the answer in a `\\boxed{...}`, or a list
-of these, each acceptable. `pred` is the answer as text. math-verify's own alarms are off: they would silently turn a comparison that takes
-too long into a wrong answer, while `reward.timeout_s` ends it and counts it. Needs the package math-verify.
+The answer is the content of the response's last `\\boxed{...}`; without one, the answer that math-verify finds in the last thousand
+characters (a formula or number, preferably after "answer"). The ground truth is LaTeX, a number, a text with the answer in a
+`\\boxed{...}`, or a list of these, each acceptable. `pred` is the answer as text. math-verify's own alarms are off: they would silently
+turn a comparison that takes too long into a wrong answer, while `reward.timeout_s` ends it and counts it. Needs the package math-verify.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """1 if the response's answer equals the ground truth, or one of them."""
+    """Return 1 if the response's answer equals the ground truth, or one of them."""
     truths = _truths(ground_truth)
     box = last_box(solution_str)
     found = _parsed(solution_str[-END:]) if box is None else _parsed_box(box)
@@ -37,7 +37,8 @@ def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose brackets close. One pass: a response may repeat an unclosed one thousands of times."""
+    """Return the content of the last `\\boxed{...}` whose brackets close. One pass: a response may repeat an unclosed one thousands of
+    times."""
     opened: list[re.Match[str]] = []
     first, end = -1, -1
     for match in _BRACKETS.finditer(text):
@@ -51,7 +52,8 @@ def last_box(text: str) -> str | None:
 
 
 def _truths(ground_truth: Any) -> list[list[Any]]:
-    """ValueError if there is no answer: checked first, so that a row without one is not scored 0."""
+    """Return the true answers. Raises ValueError if there are none, before anything else, so that a row without an answer is not scored
+    0."""
     listed = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
     texts = ["" if each is None else str(each) for each in (listed if isinstance(listed, (list, tuple)) else [listed])]
     found = [_parsed_box(text if (box := last_box(text)) is None else box) for text in texts]
@@ -67,7 +69,7 @@ def _parsed_box(content: str) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """math-verify's result: the expression, if it could be read, and the text it was read from."""
+    """Return math-verify's result: the expression, if it could be read, and the text it was read from."""
     return list(parse(text, parsing_timeout=None))
 
 
@@ -79,7 +81,7 @@ def _same(truth: Any, found: Any) -> bool:
     try:
         return bool(verify(truth, found, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
-        raise  # says nothing about the answer
+        raise  # not a verdict on the answer
     except Exception:
-        # math-verify has no rule for such a pair, for example x != 3 beside x > 3.
+        # math-verify has no rule for such a pair, for example x != 3 and x > 3.
         return False

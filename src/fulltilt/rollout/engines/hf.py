@@ -1,7 +1,7 @@
-"""transformers' `generate` as an engine: slow, and a second opinion on any other engine.
+"""transformers' `generate` as an engine: slow, but an independent check of any other engine.
 
 Enters: prompts, how to sample, and optionally the number of tokens of each sample. Leaves: groups, batch after batch, in prompt order.
-Guaranteed: what every engine guarantees (rollout/engine.py). It runs a model of its own, as transformers alone runs it, into which `sync`
+Guaranteed: the guarantees of every engine (rollout/engine.py). It runs its own model, unmodified from transformers, into which `sync`
 copies the trainer's weights. Unlike the native engine's, its samples depend on how prompts are cut into batches (`max_seqs`). A finished
 sample waits for the last one of its batch; batches are cut in prompt order, since lengths are not known beforehand.
 """
@@ -40,8 +40,8 @@ PAD = 0
 
 
 class EndOfSamples(StoppingCriteria):
-    """A sample ends when it has as many tokens as it may have, or where it has drawn an end token or completed a stop string, unless its
-    length is forced."""
+    """Ends a sample when it has its most tokens or, unless its length is forced, when it has drawn an end token or completed a stop
+    string."""
 
     def __init__(self, width: int, most: torch.Tensor, free: torch.Tensor | None, ends: torch.Tensor, stops: StopStrings) -> None:
         self.width, self.ends_at, self.free, self.end_tokens, self.stops = width, width + most, free, ends, stops
@@ -57,7 +57,7 @@ class EndOfSamples(StoppingCriteria):
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Log-probs of the sampled tokens, read off one step later: the logits of all steps need not be kept."""
+    """Collects log-probs of the sampled tokens one step later, so that the logits of all steps need not be kept."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature or 1.0
@@ -75,13 +75,13 @@ class SampledLogprobs(LogitsProcessor):
 
 
 class HfEngine(Engine):
-    """Generates with a model as transformers alone runs it, in batches of as many whole groups as `max_seqs` samples allow."""
+    """Generates with an unmodified transformers model, in batches of as many whole groups as `max_seqs` samples allow."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int], max_seqs: int) -> None:
         super().__init__()
         transformers_logging.set_verbosity_error()
         self.model, self.tokenizer, self.end_tokens, self.max_seqs = model, tokenizer, end_tokens, max_seqs
-        # What a folder brings, end tokens among it, would fill in what the call leaves out.
+        # Settings of the model's folder, such as end tokens, would otherwise fill in what the call leaves out.
         model.generation_config = GenerationConfig()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:

@@ -1,10 +1,10 @@
 """The native engine: generates with the trainer's own parameters.
 
 Enters: prompts, also while it runs, and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed: besides the
-guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights. Where memory runs out,
-the samples that run are put back and go on from the tokens they have, fewer at once, or with fewer tokens in a prefill pass, for as long as
-the engine lives: they stay what they would have been, since their noise depends on seed, sample and position alone. Where several members
-sample together, all of them do so when one runs out of memory.
+guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights. If memory runs out,
+running samples are put back and continue from the tokens they have, fewer at once, or with fewer tokens in a prefill pass, for as long as
+the engine lives: their tokens stay the same, since their noise depends on seed, sample and position alone. If one of several members that
+sample together runs out of memory, all of them do this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Flight:
     """A pass that has been started."""
 
     step: Pass
-    drawing: list[scheduling.Sequence]  # when decoding: one per row of the batch, finished ones included
+    drawing: list[scheduling.Sequence]  # when decoding: one per row of the batch, including finished ones
     arrive: Callable[[], Drawing]  # waits for the results
 
 
@@ -71,7 +71,8 @@ class Intake:
         self.recorder.expect(len(more) * self.sampling.samples)
 
     def take_more(self) -> Iterator[FreeSeats]:
-        """Ask for as many as the scheduler wants, and add what has come. An engine that has nothing else to do waits for it."""
+        """Ask for as many prompts as the scheduler wants, and add those that have come. An engine with nothing else to do waits for
+        them."""
         assert self.feed
         if not self._asked and (groups := self.plan.room(self.sampling.samples)):
             self._asked = True
@@ -87,16 +88,16 @@ class NativeEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__()
         self.tokenizer, self.end_tokens, self.limits = context.tokenizer, context.end_tokens, context.limits
-        self.most = context.limits  # what the decoder was made for
+        self.most = context.limits  # the limits that the decoder was made for
         self.members = context.members
         self.runner = Runner(context.model, context.layers, self.limits.blocks, self.limits.block_tokens)
         self.key_heads = max((shape.key_heads for shape in self.runner.layers), default=0)
         self.decoder = Decoder(context)
         self._calls = 0
-        self._failures: list[str] = []  # what was reported each time that memory ran out; "" if another member has
+        self._failures: list[str] = []  # reports of each time that memory ran out; "" if another member has
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
-        """Nothing is planned from a forced length before it is reached."""
+        """Generate groups. Nothing is planned from a forced length before it is reached."""
         yield from (group for group in self._run(prompts, sampling, seed, lengths or {}) if isinstance(group, Group))
 
     def generate_fed(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, feed: Feed) -> Iterator[Group | FreeSeats]:
@@ -126,12 +127,12 @@ class NativeEngine(Engine):
         finished: list[Family] = []
         ahead: Flight | None = None
         end = time.perf_counter()
-        # In a row, of passes that decode and of those that do not; `lasting`: those after which passes could not become smaller.
+        # In a row, for passes that decode and passes that do not; `lasting`: failures after which passes could not become smaller.
         failures, lasting = Counter[bool](), Counter[bool]()
         while plan.busy or plan.more_come:
             if self.halted and self.halted():
                 return
-            if not self.decoder.overlaps or not plan.busy:  # the device would not work meanwhile
+            if not self.decoder.overlaps or not plan.busy:  # otherwise the device would be idle meanwhile
                 yield from self._hand_over(finished, intake.prompts, stops, call)
             if plan.more_come:
                 yield from intake.take_more()
@@ -157,7 +158,7 @@ class NativeEngine(Engine):
                     return
                 lasting[step.decoding] += not self._start_over(plan, step)
                 continue
-            if drawn:  # not after a part of a prompt: one that never ends would begin again forever
+            if drawn:  # not after a part of a prompt: a prompt that never finishes would be tried again forever
                 failures[step.decoding] = lasting[step.decoding]
             for sequence, (tokens, logprobs) in drawn:
                 if not sequence.finish:
@@ -187,12 +188,12 @@ class NativeEngine(Engine):
         )
 
     def _may_start_over(self) -> bool:
-        """Members of a tensor-parallel group would wait for one that does alone."""
+        """Return whether to start over. Members of a tensor-parallel group would wait for one that does so alone."""
         return self.decoder.head.part is None or self.members.agreed is not None
 
     def _acquire(self, longest: int) -> bool:
-        """Allocate the KV cache; with too little memory, one of fewer blocks that still holds a sample of so many tokens, and the longest
-        that is expected in later calls. False: another member ends the run."""
+        """Allocate the KV cache. With too little memory, allocate fewer blocks that still hold a sample of this many tokens, and the
+        longest sample that later calls expect. Returns False if another member ends the run."""
         longest = max(longest, self.limits.longest)
         for failures in itertools.count(1):
             if self.runner.blocks != self.limits.blocks:
@@ -210,8 +211,8 @@ class NativeEngine(Engine):
         raise AssertionError
 
     def _start_over(self, plan: Scheduler, step: Pass) -> bool:
-        """Memory ran out in this pass: go on with half as many samples at once, or half as many tokens in a prefill pass. Returns whether
-        there was anything to lower."""
+        """Continue after memory ran out in this pass, with half as many samples at once, or half as many tokens in a prefill pass. Returns
+        whether there was anything to lower."""
         before = self.limits
         if step.decoding:
             self.limits = replace(before, max_seqs=max(1, len(step.work) // 2))
@@ -223,8 +224,8 @@ class NativeEngine(Engine):
         return self.limits != before
 
     def _note(self, reported: str, failures: int) -> bool:
-        """Note that memory ran out, for the third time in a row with an error; on members that have not run out, False: whoever has ends
-        the run."""
+        """Note that memory ran out. The third time in a row is an error; members that have not run out return False, since the member that
+        has ends the run."""
         reported = reported if self.members.agreed is None else self.members.agreed
         if failures >= MOST_FAILURES:
             if reported:
@@ -258,7 +259,7 @@ class NativeEngine(Engine):
             )
 
     def _hand_over(self, finished: list[Family], prompts: Sequence[Prompt], stops: StopStrings, call: int) -> Iterator[Group]:
-        """Yield finished groups. Decoding text, and whatever the caller does with it, takes time: on CUDA the device works meanwhile."""
+        """Yield finished groups. Decoding text, and the caller's work with it, takes time: on CUDA the device works meanwhile."""
         while finished:
             family = finished.pop(0)
             samples = (finished_sample(index, sequence, stops) for index, sequence in enumerate(family.members))
@@ -285,7 +286,7 @@ class NativeEngine(Engine):
         there = partial(to_device, device=logits.device)
         seeds = np.array([sequence.seed for sequence in drawing], dtype=np.uint64).view(np.int64)
         places = np.array([len(sequence.tokens) for sequence in drawing], dtype=np.int64)
-        rows = np.repeat(np.arange(len(logits)), [len(samples) for samples in drawn_from])  # a group's samples share one
+        rows = np.repeat(np.arange(len(logits)), [len(samples) for samples in drawn_from])  # a group's samples share one row of logits
         tokens, logprobs = sampling_kernels.sample(
             logits.float(), there(seeds), there(places), sampling.temperature, sampling.top_k, sampling.top_p,
             rows=there(rows) if len(rows) > len(logits) else None,
@@ -314,14 +315,14 @@ class NativeEngine(Engine):
             prepare()
             return decoder.launch(step.steps)
 
-        # A graph takes its memory when it is captured, which no member can do over a filler.
+        # A graph takes its memory when it is captured, and no member can replace a capture by a filler.
         sizes, may_give_up = decoder.sizes(len(drawing), step.steps), not decoder.graphs
         wait = self.members.make(launch, decoder.stand_in, sizes, may_give_up=may_give_up)
         return Flight(step, drawing, lambda: zip(drawing, wait(), strict=True))
 
     def _further(self, plan: Scheduler, flight: Flight, stops: StopStrings) -> Flight | None:
         """Start more steps of the same rows before the tokens of `flight` are known, so that the device does not wait for the host. Not if
-        fewer rows would be enough, and not with stop strings, which the host finds: a stopped row would write to blocks of others."""
+        fewer rows would be enough, and not with stop strings, which only the host finds: a stopped row would write to blocks of others."""
         step, decoder = flight.step, self.decoder
         if not step.decoding or not decoder.overlaps or stops.strings:
             return None
