@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -915,6 +916,19 @@ def test_differences_leave_out_what_may_change(run: dict[str, dict[str, Any]]) -
     run["algorithm"] = {"name": "ppo"}
     assert changed("train.recompute=full", "train.offload_optimizer=true", "critic.offload_params=true") == []
     assert set(configuration.FREE_ON_RESUME) <= set(schema.keys())
+
+
+def test_the_page_on_checkpoints_names_the_keys_that_may_change() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    table = page.partition("These keys may change freely")[2].partition("\n\nThe keys of rollouts")[0]
+    rows = [line.split("|")[2] for line in table.splitlines()[4:]]
+    sections, run, reward, whole, placed, shared = (set(re.findall(r"`\[?([a-z_.]+)\]?`", row)) for row in rows)
+    for key in [*schema.keys()]:
+        section, _, name = key.partition(".")
+        of_role = section in ("train", "actor", "critic", "ref", "reward_model")
+        named = section in sections or key in whole or (section == "run" and name in run) or (section == "reward" and name in reward)
+        named |= of_role and (name in placed or name.startswith("offload_") or name in shared)
+        assert named == (key in configuration.FREE_ON_RESUME), key
 
 
 def test_differences_from_what_a_checkpoint_kept(run: dict[str, dict[str, Any]]) -> None:
