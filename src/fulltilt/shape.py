@@ -94,7 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
     },
-    # 2.7 billion parameters in the proportions of Qwen3-30B-A3B, 0.5 of them used by a token: a mixture of experts that one GPU trains whole.
+    # 2.7 billion parameters in the proportions of Qwen3-30B-A3B, 0.5 of them used by a token: a mixture of experts that one GPU can train.
     "2.7B-A0.5B": {
         "model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_experts": 64,
         "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
