@@ -1,7 +1,7 @@
 """fulltilt: reinforcement learning and supervised fine-tuning of language models that sets its own performance knobs.
 
 From Python: `train`, `evaluate`, `generate` and `check` (docs/python.md). Importing the package imports neither torch nor transformers, nor
-any other part of it: reward processes and `fulltilt --help` start from here.
+any other part of the package: reward processes and `fulltilt --help` start from here.
 """
 
 from typing import TYPE_CHECKING, Any

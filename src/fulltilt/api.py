@@ -50,12 +50,12 @@ __all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "gener
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
-TAKE_FUNCTIONS = ("reward", "algorithm")  # sections with keys whose values may be functions
-# The key that is meant where a section is given one value in place of its keys.
+TAKE_FUNCTIONS = ("reward", "algorithm")  # sections that have keys whose values may be functions
+# The key that is meant if a section gets one value instead of its keys.
 NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
-# Sections with keys that others have too: their keys need the name of the section.
+# Sections whose key names occur in others too: their keywords need the name of the section.
 REPEATING = ("eval", "ref", "critic", "reward_model", "health")
-# Keys that generation obeys, and the arguments of `generate` that stand for keys.
+# Keys that affect generation, and the arguments of `generate` that stand for keys.
 OBEYED = frozenset(
     {
         "model.revision", "model.trust_remote_code", "model.dtype", "model.chat_template", "data.apply_template", "data.system",
@@ -72,33 +72,34 @@ ARGUMENTS = {
     **{"eval.samples_per_prompt": "samples", "algorithm.samples_per_prompt": "samples", "data.max_tokens": "max_new_tokens"},
     **{"model.path": "model", "data.train": "prompts", "data.val": "prompts", "run.seed": "seed"},
 }
-USUAL_TOKENS = 256  # that `generate` samples at most, where the model has positions for them
+USUAL_TOKENS = 256  # most tokens that `generate` samples by default, if the model has positions for them
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run achieved, and where it is."""
+    """Results of a run, and its folder."""
 
     folder: Path
-    model: Path | None  # folder of the newest checkpoint's model, which transformers loads; None: nothing was saved
+    model: Path | None  # folder of the newest checkpoint's model, loadable by transformers; None: nothing was saved
     steps: int
-    seconds: float  # that this call trained for, without its set-up
+    seconds: float  # training time of this call, without its set-up
     tokens_per_s: float
     reward_first: float | None  # mean reward of the first step
     reward_last: float | None
-    interrupted: bool  # by Ctrl-C or by `on_step` before the last step; the same call resumes the run
+    interrupted: bool  # stopped before the last step by Ctrl-C or by `on_step`; the same call resumes the run
     metrics: list[dict[str, Any]] = field(repr=False)  # the lines of metrics.jsonl, one for each step, those before a resume included
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Samples that the run wrote down, `run.save_rollouts` of each step: step, prompt, response, reward and more."""
+        """Samples that the run wrote to its folder, `run.save_rollouts` of each step: step, prompt, response, reward and more."""
         files = sorted((self.folder / "rollouts").glob("step-*.jsonl"))
         return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_samples(file)]
 
 
 def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, made to free its models when it ends, also by the user's mistake: a notebook keeps the last error, and with the frames
-    of its traceback, or of the error beneath, would keep everything that they hold. Their text stays, for those who ask for it."""
+    """Wrap a function so that it frees its models when it ends, also when it ends with an error: a notebook keeps the last error, and the
+    frames of its traceback, or of the error beneath, would keep everything that they hold. The traceback's text is kept if the user asks
+    for it."""
 
     @wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -154,9 +155,9 @@ def check_on_step(on_step: OnStep | None) -> None:
     wrong = "it is an async function, which nothing would await" if inspect.iscoroutinefunction(on_step) else ""
     try:
         inspect.signature(on_step).bind(1, {})
-    except TypeError as error:  # it is no function, or it has other parameters
+    except TypeError as error:  # it is not a function, or it has other parameters
         wrong = str(error)
-    except ValueError:  # nothing is known of the parameters of some functions that are not written in Python
+    except ValueError:  # Python does not know the parameters of some functions that are not written in it
         pass
     if wrong:
         raise UserError(f"on_step: {wrong}. Give a function of the step's number and its metrics: def on_step(step, metrics)")
@@ -166,8 +167,8 @@ def check_on_step(on_step: OnStep | None) -> None:
 def check(
     run: Source = None, /, *, overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = True, **settings: Any
 ) -> None:
-    """Check what `train` would be given: the configuration, the reward and the data, and whether a run in `run.dir` could be resumed with
-    them. Raises one UserError with every mistake. It takes all that `train` takes, and prints nothing, `quiet` or not."""
+    """Check the arguments of `train`: the configuration, the reward and the data, and whether a run in `run.dir` could be resumed with
+    them. Raises one UserError with every mistake. Takes all arguments of `train`, and prints nothing, `quiet` or not."""
     check_on_step(on_step)
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
         from fulltilt import loop
@@ -183,8 +184,8 @@ def evaluate(
 ) -> dict[str, Any]:  # fmt: skip
     """Score a model on validation data, as `train` would between its steps. Returns metrics by name, and the model's folder and step.
 
-    `data`: the validation data (`data.val`). `latest`: score the newest checkpoint in `run.dir` in place of the model; `best`: the one of
-    `run.keep_best`; `checkpoint`: that of this step. All else is as for `train`.
+    `data`: the validation data (`data.val`). `latest`: score the newest checkpoint in `run.dir` instead of the model; `best`: the one that
+    `run.keep_best` chose; `checkpoint`: the one of this step. All other arguments are those of `train`.
     """
     if data is not None:
         settings["data"] = data if isinstance(data, Mapping) else {"val": data}
@@ -222,12 +223,12 @@ def generate(
     max_new_tokens: int | None = None, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
     step: int | None = None, details: bool = False, **settings: Any,
 ) -> list[Any]:  # fmt: skip
-    """Continue prompts through the rollout engine: one text for each prompt, or with `samples` a list of so many texts for each.
+    """Continue prompts through the rollout engine: one text for each prompt, or with `samples` a list of that many texts for each.
 
-    `model`: the folder or hub name of a model, or the folder of a run, whose newest checkpoint is used, or that of `step`. `prompts`:
-    strings, or conversations as lists of messages, which go through the chat template. `max_new_tokens`: at most 256, or what the model's
-    positions leave, where it is not given. `details`: a `Completion` in place of each text. Further keywords are keys of a run file that
-    generation obeys, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
+    `model`: the folder or hub name of a model, or the folder of a run, whose newest checkpoint is used, or the one of `step`. `prompts`:
+    strings, or conversations as lists of messages, which go through the chat template. `max_new_tokens`: by default 256, or fewer if the
+    model has no positions for them. `details`: a `Completion` instead of each text. Further keywords are keys of a run file that affect
+    generation, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) != 1:
         raise UserError("prompts: give a list of strings or of conversations, also for one prompt: [prompt]")
@@ -282,8 +283,8 @@ def opened_model(
     load: Callable[[Config, Checkpoint | None], contextlib.AbstractContextManager[Result]],
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Result]:  # fmt: skip
-    """What `load` makes of the configuration that generates with a model, and of the checkpoint that the model comes from, if any. `given`:
-    values of keys. `names`: what the user calls keys, in errors. `settings`: further keywords, as in `train`."""
+    """Yield what `load` returns for the configuration of generation with a model, and for the checkpoint that the model comes from, if any.
+    `given`: values of keys. `names`: the user's names of keys, for errors. `settings`: further keywords, as in `train`."""
     if not isinstance(model, str | os.PathLike):
         raise UserError(f"{who}: the model is of type {type(model).__name__}. Give the folder or hub name of a model, or a run folder")
     from fulltilt.loop import generation
@@ -313,7 +314,7 @@ def opened_model(
 
 @contextlib.contextmanager
 def said_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors call keys by the names that the user knows."""
+    """Rename keys in errors to the names that the user knows."""
     try:
         yield
     except UserError as error:
@@ -323,7 +324,7 @@ def said_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def without_effect(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Keywords with keys that generation does not obey, and what is wrong with each."""
+    """Return the keywords whose keys do not affect generation, and what is wrong with each."""
     found = {}
     for name, value in settings.items():
         if name in sections():
@@ -347,8 +348,8 @@ def without_effect(settings: Mapping[str, Any]) -> dict[str, str]:
 def configured(
     who: str, run: Source, keywords: Mapping[str, Any], overrides: Sequence[str], *, logged: bool, wrong: Iterable[str] = ()
 ) -> Iterator[Config]:
-    """The configuration, while its functions have names, and a process that is left as it was. `who`: names tables without a file in
-    errors. `logged`: the run's loggers are used, so they must be able to start. `wrong`: mistakes that were found before."""
+    """Yield the configuration while its functions have names, and restore the process afterwards. `who`: the name of tables without a file
+    in errors. `logged`: the run's loggers are used, so they must be able to start. `wrong`: mistakes that were found before."""
     if not isinstance(run, str | os.PathLike | Mapping | None):
         raise UserError(f"{who}: its first argument is of type {type(run).__name__}. Give the path of a run file, or its tables")
     overrides = [overrides] if isinstance(overrides, str) else [] if overrides is None else overrides
@@ -377,7 +378,7 @@ def origin_of(run: Source, who: str) -> str:
 
 
 def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any], functions: Callables) -> Iterator[str]:
-    """Put keywords into the tables of a run file, and say which are wrong or ambiguous. An unknown one becomes an unknown key, and is
+    """Put keywords into the tables of a run file, and yield which are wrong or ambiguous. An unknown one becomes an unknown key, and is
     reported with the nearest known one."""
     given = {name: value for name, value in keywords.items() if value is not None}
     set_here: dict[str, str] = {}
@@ -429,21 +430,23 @@ def as_table(value: Any) -> Mapping[str, Any]:
 
 
 def meanings(keyword: str) -> list[str]:
-    """The dotted keys that a keyword may mean: with its section in front, or alone, where it is the main one of its name."""
+    """Return the dotted keys that a keyword may mean: with its section in front, or alone, if its section is the main one with that
+    name."""
     whole = [key for key in keys() if key.replace(".", "_") == keyword]
     named = [key for key in keys() if key.partition(".")[2] == keyword]
     return whole or [key for key in named if key.partition(".")[0] not in REPEATING] or named
 
 
 def is_section(name: str, value: Any) -> bool:
-    """Whether a value holds keys of the section, and is not the one value that the section may be given: rewards may have weights."""
+    """Return whether a value holds keys of the section, and is not the one value that may stand for the section: rewards may have
+    weights."""
     if not isinstance(value, Mapping):
         return False
     return name != "reward" or not any(callable(key) or (isinstance(key, str) and (key in REWARDS or ":" in key)) for key in value)
 
 
 def name_rows(tables: dict[str, Any]) -> Iterator[str]:
-    """Replace rows by the name under which the run finds them, and say what is wrong with them."""
+    """Replace rows by the name under which the run finds them, and yield what is wrong with them."""
     for key, value in as_table(tables.get("data")).items():
         if splits := splits_of(value):
             yield f"data.{key}: has the splits {joined(splits, 'and')}. Give one split, for example dataset[{splits[0]!r}]"
@@ -458,7 +461,7 @@ def name_rows(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def splits_of(value: Any) -> list[str]:
-    """The names of the splits, where the value is a whole data set of `datasets`; otherwise none."""
+    """Return the names of the splits, if the value is a whole data set of `datasets`; otherwise an empty list."""
     whole = any(kind.__name__ in ("DatasetDict", "IterableDatasetDict") for kind in type(value).__mro__)
     return list(map(str, value)) or ["no names"] if whole else []
 
@@ -470,8 +473,8 @@ def is_rows(value: Any) -> bool:
 
 
 def plain(value: Any, functions: Callables | None) -> Any:
-    """The value in TOML's types: functions by their names, paths as text, numbers of numpy and torch as Python's. Without `functions`, a
-    function stays what it is, and is reported as a wrong value."""
+    """Return the value in TOML's types: functions by their names, paths as text, numbers of numpy and torch as Python's. Without
+    `functions`, a function is left as it is, and reported as a wrong value."""
     if isinstance(value, Mapping):
         return {functions.name(key) if functions and callable(key) else str(key): plain(entry, functions) for key, entry in value.items()}
     if isinstance(value, list | tuple):

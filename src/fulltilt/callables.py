@@ -1,9 +1,10 @@
-"""Functions that a Python program gives in place of names: rewards, an advantage, a loss.
+"""Functions that a Python program passes instead of names: rewards, an advantage, a loss.
 
 Enters: any callable: of a script, a notebook or a module, a lambda, a closure, a `partial`, an object. Leaves: its `UserCode`, under a name
-that a configuration can hold, and what another process needs to load it. Guaranteed: functions of scripts, of notebooks and of modules
-that are not installed travel by value, so that a file edited during the run changes nothing; a function that cannot travel is refused with
-the name of what keeps it; its `source` is the same in every process, and another one when anything of the program that it uses changes.
+that a configuration can hold, and in a form that another process can load. Guaranteed: functions of scripts, of notebooks and of modules
+that are not installed are sent by value, so that a file edited during the run changes nothing; a function that cannot be sent is refused
+with the name of the object that prevents it; its `source` is the same in every process, and changes with every part of the program that the
+function uses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PLAIN = (Number, str, bytes, PurePath, NoneType)  # values whose repr is the sam
 
 
 class Callables:
-    """Gives each function a name of its own, `python:` and the name that it has in the program."""
+    """Gives each function a unique name: `python:` and its name in the program."""
 
     def __init__(self) -> None:
         self.codes: dict[str, UserCode] = {}
@@ -63,7 +64,7 @@ def plain_name(function: Function) -> str:
 
 
 def written(function: Function) -> Any:
-    """The function, method or class whose text the callable has."""
+    """Return the function, method or class that the callable's source text defines."""
     function = inspect.unwrap(function.func if isinstance(function, partial) else function)
     return function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
 
@@ -71,13 +72,14 @@ def written(function: Function) -> Any:
 def written_in(function: Function) -> str:
     try:
         return inspect.getsourcefile(written(function)) or "Python"
-    except (TypeError, OSError):  # it is not written in Python, or not in a file
+    except (TypeError, OSError):  # not written in Python, or not in a file
         return "Python"
 
 
 def source_of(function: Function) -> bytes:
-    """The text of the function and of everything in the user's program that it uses, and the plain values that it takes from outside: a
-    change to any of them changes the function. Objects of libraries, arrays among them, are left out: nothing stable identifies them."""
+    """Return the text of the function and of everything in the user's program that it uses, with the plain values that it takes from
+    outside: a change to any of them changes the function. Objects of libraries, arrays among them, are left out: nothing stable identifies
+    them."""
     texts: list[str] = []
     seen: dict[int, Any] = {}  # by identity; holds the values, so that no identity is used twice
     waiting: list[Any] = [function]
@@ -95,7 +97,8 @@ def source_of(function: Function) -> bytes:
 
 @singledispatch
 def content(value: Any) -> tuple[str, list[Any]]:
-    """The text that identifies a value, and the values that it uses. Here: an object, by its class, its attributes and what it wraps."""
+    """Return the text that identifies a value, and the values that it uses. For an object: its class, its attributes and the value that it
+    wraps."""
     if is_own(type(value)):
         return "object", [type(value), object.__getstate__(value)]
     return type(value).__qualname__, [getattr(value, "__dict__", {}).get("__wrapped__")]
@@ -123,7 +126,7 @@ def _(value: type) -> tuple[str, list[Any]]:
 
 @content.register
 def _(value: ModuleType) -> tuple[str, list[Any]]:
-    """A module counts with its whole file, as in FILE.py:NAME, and with the modules that it imports from."""
+    """Identify a module by its whole file, as in FILE.py:NAME, and by the modules that it imports from."""
     if not is_own(value):
         return value.__name__, []
     try:
@@ -179,7 +182,7 @@ def _(value: property) -> tuple[str, list[Any]]:
 
 
 def code_text(code: CodeType) -> str:
-    """The text of a function; where it was typed without a trace, its code."""
+    """Return the text of a function; its code, if it was typed without a file."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):
@@ -193,7 +196,7 @@ def constant_text(constant: Any) -> str:
 
 
 def is_own(value: Any) -> bool:
-    """Whether the user's program defines a function, class or module: not Python, an installed package or fulltilt itself."""
+    """Return whether the user's program defines a function, class or module: not Python, an installed package or fulltilt itself."""
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return name == "__main__" or (name.partition(".")[0] not in sys.stdlib_module_names and not file.startswith(INSTALLED))
@@ -207,7 +210,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def travelling(code: UserCode) -> UserCode:
-    """The code as another process can load it."""
+    """Return the code in a form that another process can load."""
     if code.given is None:
         return code
     try:
@@ -231,7 +234,7 @@ def pickled(function: Any) -> bytes:
 
 @contextlib.contextmanager
 def by_value(function: Function) -> Iterator[None]:
-    """Pickle what the function's module defines by value, unless the module is installed, which another process can import."""
+    """Pickle the definitions of the function's module by value, unless the module is installed, so that another process can import it."""
     module = sys.modules.get(getattr(written(function), "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is None or file is None or not is_own(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
@@ -245,27 +248,27 @@ def by_value(function: Function) -> Iterator[None]:
 
 
 def used_by(function: Function) -> list[tuple[str, Any]]:
-    """What the function takes from outside, by name."""
+    """Return the values that the function takes from outside, by name."""
     found = getattr(written(function), "__func__", written(function))
-    held = getattr(function, "__self__", function)  # an object whose method it is, or which is called
+    held = getattr(function, "__self__", function)  # the object whose method it is, or that is called
     attributes = [] if isinstance(held, FunctionType | type) else getattr(held, "__dict__", {}).items()
     return [*attributes, *captured(found), *looked_up(found)] if isinstance(found, FunctionType) else [*attributes]
 
 
 def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Variables of the functions around it. One that is not assigned yet is left out."""
+    """Yield the variables of enclosing functions. One that is not assigned yet is left out."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():
             yield name, cell.cell_contents
 
 
 def looked_up(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Variables of its module."""
+    """Yield the variables of the function's module that it uses."""
     return ((name, function.__globals__[name]) for name in sorted(global_names(function.__code__)) if name in function.__globals__)
 
 
 def global_names(code: CodeType) -> set[str]:
-    """Names that the code, or a function inside it, looks up in its module."""
+    """Return the names that the code, or a function inside it, looks up in its module."""
     own = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return own.union(*(global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 

@@ -2,7 +2,7 @@
 
 Enters: a model or run folder, how to sample, and lines. Leaves: the model's answers on the output, as their tokens come, and notes about
 them elsewhere. Guaranteed: answers come from the rollout engine; with a chat template a line is the next turn of one conversation, whose
-oldest turns are left out, with a note, once it no longer fits; without one a line is a text of its own that the model continues. Ctrl-C
+oldest turns are dropped, with a note, when it no longer fits; without one each line is a separate text that the model continues. Ctrl-C
 ends an answer, not the conversation.
 """
 
@@ -24,12 +24,12 @@ from fulltilt.words import many, printable
 MOST_TOKENS = 8192  # the longest conversation: the KV cache has room for this many, even if the model has more positions
 USUAL_ANSWER = 512  # tokens
 HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
-# Keys of a run file, and the arguments that stand for them here.
+# Keys of a run file, and the command line's arguments for them.
 OPTIONS = {
     "model.path": "MODEL", "eval.temperature": "--temperature", "eval.max_new_tokens": "--max-new-tokens", "run.seed": "--seed",
     "data.system": "--system",
 }  # fmt: skip
-UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
+UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class ChatOptions:
     step: int | None = None
     system: str | None = None
     plain: bool = False  # never use the chat template
-    max_new_tokens: int | None = None  # None: as many as usual, or half of what the model has positions for
+    max_new_tokens: int | None = None  # None: the default, or half of the model's positions
     temperature: float = 0.7
     seed: int = 0
 
 
 def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable[[str], None]) -> None:
-    """Answer every line until they end or one says so."""
+    """Answer every line until the lines end or one is `/exit`."""
     given = {
         "eval.temperature": options.temperature, "eval.max_new_tokens": options.max_new_tokens, "run.seed": options.seed,
         "data.system": options.system, "data.apply_template": "never" if options.plain else None,
@@ -81,7 +81,7 @@ class Conversation:
     generation: Generation
     texts: TextCodec
     templated: bool
-    longest: int  # tokens that a prompt may have
+    longest: int  # longest prompt, in tokens
     seed: int
     out: TextIO
     note: Callable[[str], None]
@@ -120,7 +120,7 @@ class Conversation:
             self.turns.append({"role": "assistant", "content": shown.text or " "})
 
     def next_prompt(self, line: str) -> Any:
-        """The line as the model reads it, after as many of the turns before it as there is room for."""
+        """Return the line as the model reads it, after as many of the earlier turns as fit."""
         if not self.templated:
             return self.texts.encoder.encode(line)
         self.turns.append({"role": "user", "content": line})
@@ -134,7 +134,7 @@ class Conversation:
 
 
 class ShownAnswer:
-    """An answer as far as it is printed: neither half a character nor what may be the beginning of a stop string is."""
+    """The printed part of an answer: without an incomplete character, and without a possible beginning of a stop string."""
 
     def __init__(self, texts: TextCodec, stop: Sequence[str], out: TextIO) -> None:
         self.text = ""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fulltilt.observe.console import Console
 
 UsageError: Any = typer.BadParameter.__base__  # a class of typer, or of click before typer had its own
-# What the system refuses without the name of a file, if it is this program that asked for something wrong.
+# Errors of the system that have no file name and are this program's own mistakes.
 OWN_MISTAKES = (None, errno.EBADF, errno.EINVAL, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ECONNRESET)
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
@@ -137,7 +137,7 @@ def main() -> None:
         refuse(str(error))
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
-    except KeyboardInterrupt:  # before a command, which has words of its own, has begun
+    except KeyboardInterrupt:  # before a command, which has its own words for this, has begun
         tell("stopped", sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
@@ -156,7 +156,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def system_error(error: OSError) -> str:
-    """What the system refused, where no other part of the package has found better words."""
+    """Describe an error of the system that no other part of the package has described better."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "this process may not open more files. Raise the limit, for example: ulimit -n 4096"
     what = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
@@ -164,7 +164,8 @@ def system_error(error: OSError) -> str:
 
 
 def without_output(out: streams.Outlet) -> int:
-    """The exit code of a command that succeeded, if its output could be written. A run has told its user that it continues without."""
+    """Return the exit code of a command that succeeded: 0 if its output could be written. A run has told its user that it continues
+    without."""
     out.flush()
     if not out.lost or out.loss_is_told:
         return 0
@@ -268,7 +269,7 @@ def show_result(result: TrainResult, console: Console) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """The path as a user would type it."""
+    """Return the path as a user would type it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -320,7 +321,7 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input, after a prompt on a terminal. Bytes that are not text become replacement characters."""
+    """Yield lines of standard input, after a prompt on a terminal. Bytes that are not text become replacement characters."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
@@ -661,7 +662,7 @@ def chatlearn(
 
 
 def surroundings(hardware: str | None, gpu_memory: float | None, keep_engine: bool) -> Surroundings:
-    """What a translation may look at: files, a GPU's memory as it is or as the user says, and the sizes of well-known models."""
+    """Return what a translation may look at: files, a GPU's memory as it is or as the user says, and the sizes of well-known models."""
     from dataclasses import replace
 
     from fulltilt.compat.surroundings import Surroundings

@@ -1,7 +1,7 @@
-"""For which commit of a hub's repository each name stands, while a run is set up or works.
+"""Commits of hub repositories that names stand for while a run is set up or works.
 
-Enters: commits by hub name. Leaves: the commit of a name. Guaranteed: inside `at_commits` a name stands for one commit, whatever the hub
-has since; nothing is asked of the hub.
+Enters: commits by hub name. Leaves: the commit of a name. Guaranteed: inside `at_commits` a name stands for one commit, whatever changes on
+the hub; the hub is not asked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _commits: ContextVar[Mapping[str, str]] = ContextVar("commits", default=MappingP
 
 @contextlib.contextmanager
 def at_commits(commits: Mapping[str, str]) -> Iterator[None]:
-    """Inside, hub names stand for these commits: a branch may move while a run starts, and the caches of two machines may have found it at
-    different commits."""
+    """Fix the commits of hub names inside the block: a branch may move while a run starts, and the caches of two machines may have
+    different commits of it."""
     token = _commits.set(commits)
     try:
         yield

@@ -2,8 +2,8 @@
 
 Enters: a TOML file and `key=value` overrides. Leaves: one frozen `Config`, whose keys and their meaning are in `schema`. Guaranteed: every
 mistake is reported at once, each with its place and remedy; an unknown key names the nearest known one; a knob that is not built is
-refused, never ignored; a key that has no effect is an error. Relative paths are relative to the current directory, and `~` is expanded. A
-file that is no TOML, of whatever kind, size or nesting, is a UserError too.
+refused, never ignored; a key that has no effect is an error. Relative paths are relative to the current directory, and `~` is expanded. Any
+file that is not TOML, whatever its kind, size or nesting, is a UserError too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fulltilt.words import either, many, printable, shortened
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 MOST_BYTES = 2**20  # the largest run file that is read: a larger file is something else
-MOST_DEPTH = 32  # tables and lists inside one another: beyond it, what reads and writes them would run out of stack
+MOST_DEPTH = 32  # deepest nesting of tables and lists: beyond it, reading and writing would exhaust the stack
 
 FREE_ON_RESUME = frozenset(key for key, field in keys().items() if row_of(field).free or sections()[key.partition(".")[0]].free)
 """Keys that may differ between a checkpoint and the run that resumes it. Which activations are kept, and where, changes no bit of a run as
@@ -62,24 +62,24 @@ long as its KV cache still fits (plan.keep_budgets)."""
 class ConfigRule:
     """A check of values that are legal by themselves."""
 
-    keys: tuple[str, ...]  # all that it reads: it is not asked when one of them is already reported
+    keys: tuple[str, ...]  # all keys that the check reads: it is skipped if one of them is already reported
     check: Callable[[Config], Iterable[str]]
-    files: bool = False  # it looks at files that keys name
+    files: bool = False  # whether the check looks at files that keys name
 
 
 @dataclass(frozen=True)
 class Mistake:
     text: str  # key, what is wrong, what was given, remedy
-    about: tuple[str, ...] = ()  # keys that rules need not read any more: their values are not what the user meant
+    about: tuple[str, ...] = ()  # keys that rules should not read any more: their values are not what the user meant
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------------------------
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = (), *, here: bool = True) -> Config:
-    """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
+    """Return the configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
 
-    `rules`: further ones, of rooms that this one must not import. `here`: whether files, folders and models that it names must exist.
+    `rules`: further rules, of rooms that this one must not import. `here`: whether files, folders and models that keys name must exist.
     """
     return parse(read_toml(Path(path)), overrides, str(path), rules, here=here)
 
@@ -88,7 +88,7 @@ def parse(
     data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = (), *,
     here: bool = True,
 ) -> Config:  # fmt: skip
-    """Do what `load` does, from tables that were read already; `origin` names them in the error."""
+    """Do the same as `load`, from tables that were read already; `origin` names them in errors."""
     if _too_deep(data):
         raise UserError(f"{origin}: tables and lists are nested more than {MOST_DEPTH} deep. No key takes such a value: remove it")
     tables: dict[str, Any] = copy.deepcopy(dict(data))
@@ -107,7 +107,7 @@ def parse(
 
 
 def _broken(rule: ConfigRule, config: Config) -> Iterator[str]:
-    """What a rule finds wrong; that the system does not let it look at a path is a mistake too."""
+    """Yield the mistakes that a rule finds; a path that the system does not let it look at is a mistake too."""
     try:
         yield from rule.check(config)
     except OSError as error:
@@ -115,7 +115,7 @@ def _broken(rule: ConfigRule, config: Config) -> Iterator[str]:
 
 
 def report(origin: str, mistakes: Sequence[str]) -> str:
-    """All mistakes as one message."""
+    """Return all mistakes as one message."""
     return "\n".join([f"{origin}: {many(len(mistakes), 'mistake')}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
 
 
@@ -149,7 +149,7 @@ def _why_no_run_file(found: os.stat_result) -> str | None:
 
 
 def _too_deep(value: Any, depth: int = 0) -> bool:
-    """Whether tables and lists are nested deeper than MOST_DEPTH."""
+    """Return whether tables and lists are nested deeper than MOST_DEPTH."""
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return depth > MOST_DEPTH or any(_too_deep(each, depth + 1) for each in inside)
 
@@ -183,14 +183,15 @@ def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterat
 
 
 def _places(parts: tuple[str, ...], given: Any) -> dict[tuple[str, ...], Any]:
-    """The keys that an override is about. A table in place of a section sets the keys that it has, and leaves the others as they are."""
+    """Return the keys that an override sets or unsets. A table in place of a section sets its own keys, and leaves the others as they
+    are."""
     return {(*parts, key): each for key, each in given.items()} if len(parts) == 1 and isinstance(given, dict) else {parts: given}
 
 
 def _apply(
     tables: dict[str, Any], typed: str, places: Mapping[tuple[str, ...], Any], said: dict[tuple[str, ...], str], *, unset: bool
 ) -> Iterator[Mistake]:
-    """Set or unset keys, unless an override before has done so: which of the two is meant is not known."""
+    """Set or unset keys, unless an earlier override has done so: then it is not known which of the two is meant."""
     for place, value in places.items():
         if before := next((said[other] for other in said if other[: len(place)] == place), None):
             key = ".".join(place)
@@ -201,7 +202,7 @@ def _apply(
 
 
 def _wrong_spelling(typed: str, override: str, key: str, value: str) -> str | None:
-    """What to write for an override whose key and value are understood."""
+    """Return what to write instead of an override whose key and value are understood; None: its spelling is right."""
     name, equals = key.lstrip("~+"), "=" in override
     if not _is_text(override):
         return "not UTF-8 text. Write it into the file, which can name every character"
@@ -215,7 +216,8 @@ def _wrong_spelling(typed: str, override: str, key: str, value: str) -> str | No
 
 
 def _separated(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each override as it was typed and as it was meant: the two differ where spaces stand around the equals sign, or in its place."""
+    """Yield each override as it was typed and as it was meant: the two differ if there are spaces around the equals sign, or in its
+    place."""
     rest = list(overrides)
     while rest:
         typed = [rest.pop(0)]
@@ -227,12 +229,12 @@ def _separated(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _spelled(key: str, value: str) -> str:
-    """An override as it is typed into a shell."""
+    """Write an override as it is typed into a shell."""
     return f"{key}={shlex.quote(value) if value else 'VALUE'}"
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: the shell's arguments may hold any byte."""
+    """Return whether the text can be written as UTF-8: the shell's arguments may hold any byte."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -260,8 +262,8 @@ def _unset(tables: dict[str, Any], parts: Sequence[str]) -> Iterator[Mistake]:
 
 
 def instead_of_option(option: str, following: str | None) -> str | None:
-    """The override that is meant by an option such as `--train.lr 1e-4`, `--recompute=full` or `--no-packing`, or the ones that may be
-    (`--workers 2`); None if no key has such a name. `following`: the next word of the command line."""
+    """Return the override that is meant by an option such as `--train.lr 1e-4`, `--recompute=full` or `--no-packing`, or the overrides that
+    may be meant (`--workers 2`); None if no key has such a name. `following`: the next word of the command line."""
     name, equals, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
     if not (meant := _keys_named(name)) and (meant := _keys_named(name.removeprefix("no_"))):
@@ -270,19 +272,19 @@ def instead_of_option(option: str, following: str | None) -> str | None:
     return either([_spelled(key, following or "" if is_value else value) for key in meant]) if meant else None
 
 
-# Sections whose keys are not meant where another section has a key of the same name: most inherit from it.
+# Sections whose keys are not meant if another section has a key of the same name: most inherit from it.
 _SECONDARY = frozenset({"ref", "critic", "reward_model", "lora", "eval", "log", "health"})
 
 
 def _keys_named(name: str) -> list[str]:
-    """The keys that a user may call so: by the whole name, by the last part, or by another system's name."""
+    """Return the keys that a user may mean by a name: the whole key, its last part, or another system's name."""
     by_end = [key for key in keys() if name in (key, key.partition(".")[2])]
     main = [key for key in by_end if key.partition(".")[0] not in _SECONDARY]
     return main or by_end[:1] or knobs.elsewhere(name)[:1]
 
 
 def _key_parts(key: str) -> list[str]:
-    """The parts of a dotted key; quotes keep dots together, as in TOML."""
+    """Return the parts of a dotted key; quotes keep dots together, as in TOML."""
     try:
         table: Any = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):
@@ -312,7 +314,7 @@ _NOT_BUILT = "known knob, not built in this version: remove it"
 
 
 def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
-    """Remove the keys that the schema does not know from `tables`, and say for each what may have been meant."""
+    """Remove the keys that the schema does not know from `tables`, and yield for each what may have been meant."""
     schemas = sections()
     for name in list(tables):
         if name not in schemas:
@@ -323,7 +325,7 @@ def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _in_a_line(text: str) -> str:
-    """What a user typed as a message shows it, whatever characters it holds."""
+    """Quote the user's words for a message, whatever characters they contain."""
     return shortened(toml_value(text)[1:-1], 100)
 
 
@@ -344,7 +346,7 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
 
 
 def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str, value: Any) -> str:
-    """What to do with a key that the ledger knows but the configuration does not take."""
+    """Return the remedy for a key that the ledger knows but the configuration does not take."""
     first, source = found[0]
     if source == "native":
         return _NOT_BUILT if first.legal else f"not a setting: {first.must_change}. Remove it"
@@ -360,7 +362,8 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str,
 
 
 def _carried_over(theirs: str, ours: Sequence[str], value: Any) -> str:
-    """What to write for a key of another system that is no knob; where its value has another meaning or is not legal, what ours mean."""
+    """Return what to write for another system's key that is not a knob; if its value has another meaning or is not legal, the meaning of
+    ours."""
     split = [key.split(".") for key in ours]
     illegal = any(mistake.about for key in split for mistake in _wrong_values({key[0]: {key[1]: value}}) if ".".join(key) in mistake.about)
     if illegal or knobs.has_another_meaning(theirs):
@@ -369,13 +372,13 @@ def _carried_over(theirs: str, ours: Sequence[str], value: Any) -> str:
 
 
 def nearest(key: str, names: Iterable[str]) -> str | None:
-    """The name most similar to `key`, by the whole name and by its last part; None if none is similar."""
+    """Return the name most similar to `key`, by the whole name and by its last part; None if none is similar."""
 
     def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, key, name).ratio()
         last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-        # A key that was put into the wrong section must not lose to an unrelated key of that section, but to a similar one; and a common
-        # section alone does not make two keys similar.
+        # A key in the wrong section must not lose to an unrelated key of that section, but only to a similar one; and a common section
+        # alone does not make two keys similar.
         beside = key.rpartition(".")[0] == name.rpartition(".")[0] and last >= 0.75
         return max(whole if last >= 0.5 else 0.0, 0.97 * last) + (0.15 if beside else 0.0)
 
@@ -387,7 +390,8 @@ def nearest(key: str, names: Iterable[str]) -> str | None:
 
 
 def _wrong_values(tables: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Where the schema does not accept `tables`, one mistake per key, in our words: pydantic lists a union's alternatives one by one."""
+    """Yield one mistake for each key whose value the schema does not accept, in our words: pydantic lists a union's alternatives one by
+    one."""
     try:
         # The keys of a missing section are reported one by one.
         Config.model_validate({name: tables.get(name, {}) for name in sections()})
@@ -413,7 +417,7 @@ def _wrong_values(tables: Mapping[str, Any]) -> Iterator[Mistake]:
 
 
 def _with_stand_ins(tables: Mapping[str, Any], wrong: set[str]) -> Config:
-    """The configuration with defaults in place of wrong values, so that rules that do not read them can still be checked."""
+    """Return the configuration with defaults in place of wrong values, so that rules that do not read them can still be checked."""
     clean: dict[str, dict[str, Any]] = {
         name: {} if name in wrong else {key: value for key, value in tables.get(name, {}).items() if f"{name}.{key}" not in wrong}
         for name in sections()
@@ -436,13 +440,13 @@ def _rules_of_use() -> Iterator[ConfigRule]:
 
 
 def _all_read(*names: str) -> tuple[str, ...]:
-    """The keys themselves, and those that choose the algorithm where its preset has values for some of them."""
+    """Return the keys themselves, with those that choose the algorithm if some of them are in [algorithm], where its preset has values."""
     return (*names, *(CHOOSING if any(name.startswith("algorithm.") for name in names) else ()))
 
 
 def _has_effect(key: str, config: Config) -> Iterator[str]:
-    """A key must have an effect where it is set, and be set where it is required; `auto` counts as set only where its whole section has no
-    effect."""
+    """Yield a mistake if a key is set but has no effect, or is required but not set; `auto` counts as set only where the whole section has
+    no effect."""
     section, _, name = key.partition(".")
     if section == "algorithm" and name not in preset_of(config).defaults:
         return  # reported by `_algorithm_reads`
@@ -489,7 +493,7 @@ def _best_has_values(config: Config) -> Iterator[str]:
 
 
 def _temperature(section: str, config: Config) -> Iterator[str]:
-    """Beyond these bounds float32 cannot hold the logits, or their differences, once they are divided by the temperature."""
+    """Refuse temperatures beyond which float32 cannot hold the logits, or their differences, divided by them."""
     value = getattr(config, section).temperature
     if value != 0 and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
         bounds = f"{LEAST_TEMPERATURE} to {MOST_TEMPERATURE}"
@@ -535,12 +539,13 @@ def _rewards_exist(config: Config) -> Iterator[str]:
 
 
 def _algorithm_reads(config: Config) -> list[str]:
-    """Every key of [algorithm] that is set must be read, and the parameters of the user's own functions must have values."""
+    """Return the mistakes in [algorithm]: every key that is set must be read, and the parameters of the user's own functions must have
+    values."""
     name, algorithm = config.algorithm.name, AlgorithmConfig.model_fields
     try:
         own, used = own_functions(config), used_keys(config)
         wrong = [str(error) for function in own.values() for error in function.wrong_parameters()]
-    except UserError as error:  # a file that cannot be used: which keys its function takes is not known
+    except UserError as error:  # the file cannot be used, so the keys that its function takes are not known
         return [str(error)]
     for key in (key for key in algorithm if key not in used and is_set(config, f"algorithm.{key}")):
         if own and key in preset_of(config).defaults:
@@ -556,7 +561,7 @@ def _algorithm_reads(config: Config) -> list[str]:
 
 
 def _wrong_numbers(config: Config) -> Iterator[str]:
-    """Numbers with which the algorithm could learn nothing, or not what it should."""
+    """Yield numbers with which the algorithm could learn nothing, or not what it should."""
     preset, settings = preset_of(config), algorithm_settings(config)
     if not preset.rollout:
         if settings["aggregation"] == NORMALISED_SUM and not is_set(config, "algorithm.length_norm"):
@@ -590,7 +595,7 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
 
 
 def _wrong_bounds(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Bounds of the rollout correction that are of the wrong number or order."""
+    """Yield bounds of the rollout correction that are too many, too few or in the wrong order."""
     cap, names, bounds = settings["importance_cap"], settings.get("rejection"), settings.get("rejection_bounds")
     if isinstance(cap, list) and (len(cap) != 2 or not cap[0] < cap[1]):
         yield f"algorithm.importance_cap = {cap}: give one number, or a lower and an upper bound, outside of which weights are 0"
@@ -614,7 +619,7 @@ def _wrong_bounds(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_lengths(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers that do not fit the length of responses, of steps or of the run."""
+    """Yield numbers that do not fit the length of responses, of steps or of the run."""
     longest, steps, samples = config.rollout.max_new_tokens, config.run.steps, config.algorithm.samples_per_prompt
     buffer, warmup, horizon = settings["overlong_buffer"], settings.get("critic_warmup", 0), settings["reward_kl_horizon"]
     if buffer > longest:
@@ -695,7 +700,7 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
 
 
 def _model_meant(folder: Path) -> str:
-    """What to give in place of a folder without a model: of a run, its newest checkpoint's."""
+    """Return what to give instead of a folder without a model: for the folder of a run, its newest checkpoint's model."""
     for pattern in _CHECKPOINTS:
         if found := sorted(folder.glob(pattern), key=_by_number):
             return f"the folder of the checkpoint's model: {found[-1].parent}"
@@ -703,11 +708,11 @@ def _model_meant(folder: Path) -> str:
 
 
 def _by_number(path: Path) -> list[Any]:
-    """Paths in the order of the numbers in them: global_step_20 before global_step_100."""
+    """Return a sort key that orders paths by the numbers in them: global_step_20 before global_step_100."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
-# Where models stand below the folder of a run: of ours, of verl's and of ChatLearn's.
+# Places of models below the folder of a run: of fulltilt, of verl and of ChatLearn.
 _CHECKPOINTS = (
     "model/config.json", "step-*/model/config.json", "checkpoints/step-*/model/config.json", "huggingface/config.json",
     "actor/huggingface/config.json", "global_step_*/actor/huggingface/config.json", "global_step_*/huggingface/config.json",
@@ -716,7 +721,7 @@ _CHECKPOINTS = (
 
 
 def _shards_of(folder: Path) -> Path | None:
-    """The folder of verl's FSDP shards, where they are the only weights that a folder holds or belongs to."""
+    """Return the folder of verl's FSDP shards, if they are the only weights in or around a folder."""
     for shards in (folder, folder / "actor", folder.parent if folder.name == "huggingface" else folder):
         if any(shards.glob("model_world_size_*_rank_*.pt")):
             readable = [each for where in (folder, shards / "huggingface") for each in where.glob("*.safetensors")]
@@ -725,7 +730,7 @@ def _shards_of(folder: Path) -> Path | None:
 
 
 def _there(path: str | Path) -> bool:
-    """Whether something is there. Raises OSError where the system does not say: a folder above it cannot be read, for example."""
+    """Return whether the path exists. Raises OSError if the system does not say, for example because a folder above it cannot be read."""
     try:
         os.stat(path)
     except ValueError:  # a path with a NUL character
@@ -738,14 +743,14 @@ def _there(path: str | Path) -> bool:
 
 
 def _cached(name: str) -> bool:
-    """Whether any revision of a hub's model was downloaded before."""
+    """Return whether any revision of a hub's model was downloaded before."""
     from huggingface_hub import constants
 
     return any((Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 
 
 def _tilde(path: str) -> str:
-    """A `~` that is left at the beginning of a path could not be expanded."""
+    """Explain a `~` that is left at the beginning of a path: it could not be expanded."""
     name = path[1:].partition("/")[0]
     return f" (there is no user {shown(name) if name else 'with a home folder'})" if path.startswith("~") else ""
 
@@ -812,7 +817,7 @@ RULES: tuple[ConfigRule, ...] = (
 
 
 def warnings(config: Config) -> list[str]:
-    """Settings that are allowed but may not be what the user meant."""
+    """Return warnings about settings that are allowed but may not be what the user meant."""
     not_applied = "the trainer does not apply it, its log-probs are those of the full softmax"
     values = {key: getattr(config.rollout, key) for key, off in (("top_p", 1), ("top_k", 0)) if getattr(config.rollout, key) != off}
     unapplied = [f"rollout.{key} = {value}: {not_applied}" for key, value in values.items()]
@@ -831,12 +836,12 @@ def _data_twice(key: str, given: str | list[str]) -> Iterator[str]:
 
 
 def snapshot(config: Config) -> dict[str, Any]:
-    """The part of a configuration that a checkpoint keeps: every key, in JSON's types."""
+    """Return the part of a configuration that a checkpoint keeps: every key, in JSON's types."""
     plain: dict[str, Any] = json.loads(json.dumps(flatten(config), default=str))
     return plain
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The dotted keys in which two snapshots differ, those of FREE_ON_RESUME left out. One may come from a version that had fewer keys:
-    what only one of them has is not compared."""
+    """Return the dotted keys in which two snapshots differ, except FREE_ON_RESUME. One snapshot may come from a version with fewer keys:
+    keys that only one of them has are not compared."""
     return [key for key in saved if key in now and saved[key] != now[key] and key not in FREE_ON_RESUME]

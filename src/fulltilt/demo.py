@@ -1,8 +1,9 @@
 """The demo: a small random model learns to add, on this machine alone.
 
 Enters: a folder. Leaves: in it a model with its own tokenizer, data, two run folders (SFT warm-up, then GRPO) and `summary.json`. The demo
-uses what every run uses: files on disk, the same configuration, the same loop. Nothing is downloaded. Guaranteed: nothing is deleted or
-written over; an earlier demo in the folder is moved, with whatever was changed or added inside it, to `before-1/`, `before-2/`, ...
+takes the same path as every run: files on disk, the same configuration, the same loop. Nothing is downloaded. Guaranteed: nothing is
+deleted or overwritten; an earlier demo in the folder is moved, with whatever was changed or added inside it, to `before-1/`, `before-2/`,
+...
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
 LARGEST = 9  # the numbers to add are 0 to 9
-RIGHT, WRONG = 9, 11  # how often each sum is right in the warm-up data, and how often wrong
+RIGHT, WRONG = 9, 11  # how often each sum is right and wrong in the warm-up data
 SFT_STEPS = 700
 GRPO_STEPS = 90
 LEARNED = 0.9  # the reward that the demo must reach
@@ -111,7 +112,7 @@ def run(folder: Path, console: Console) -> DemoSummary:
 
 
 def warm_up(folder: Path, console: Console) -> loop.Summary:
-    """Everything before reinforcement learning: the files of both runs, and in `warm/` a model that knows the form of an answer."""
+    """Make the files of both runs, and in `warm/` a model that knows the form of an answer: everything before reinforcement learning."""
     if aside := prepare(folder):
         console.note(f"the earlier demo in {folder} was moved to {aside}, with everything in it")
     for name, text in (("sft", SFT), ("grpo", GRPO)):
@@ -131,10 +132,11 @@ def train(path: Path, console: Console) -> loop.Summary:
 
 
 def prepare(folder: Path) -> Path | None:
-    """Write the model, the tokenizer, the data and the reward, as a user would provide them. Returns where an earlier demo is now."""
+    """Write the model, the tokenizer, the data and the reward, as a user would provide them. Returns the folder of an earlier demo after it
+    was moved, if there was one."""
     refuse_foreign(folder, DEMO_MARKER, "--dir")
     try:
-        # Files in these folders may be the user's, who may have edited the others: what else is in the folder is not touched.
+        # These files and folders may be edited by the user, so they are moved; everything else in the folder is not touched.
         aside = move_aside([path for name in WRITTEN if os.path.lexists(path := folder / name)], folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DEMO_MARKER).touch()
@@ -152,7 +154,7 @@ def prepare(folder: Path) -> Path | None:
 
 
 def sloppy_sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Data that teaches the form of an answer and a habit of wrong answers, which reinforcement learning then corrects."""
+    """Return data that teaches the form of an answer and a habit of wrong answers, which reinforcement learning then corrects."""
     chance = random.Random(0)
     rows = []
     for a, b in pairs:
@@ -178,7 +180,7 @@ def make_model(folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path, characters: str, *, begins: bool) -> int:
-    """One token per character. `begins`: every text begins with <s>. Returns the number of tokens."""
+    """Save a tokenizer with one token per character. `begins`: every text begins with <s>. Returns the number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -197,7 +199,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def what_it_learned(rollouts: Path) -> list[str]:
-    """A few samples of the first step and of the last, for comparison."""
+    """Return a few samples of the first step and of the last, for comparison."""
     files = sorted(rollouts.glob("step-*.jsonl"))
     lines = []
     for title, path in (("first step", files[0]), ("last step ", files[-1])):

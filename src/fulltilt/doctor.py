@@ -46,7 +46,7 @@ class Package:
     limits: tuple[str, str] | None = None
     extra: str = ""  # the extra that installs it; "": no run works without it
     purpose: str = ""
-    module: str = ""  # where it is not the package's name
+    module: str = ""  # module name, if it is not the package's name
     probe: bool = True  # False: its import can take half a minute, and is not tried
     linux_only: bool = False
 
@@ -88,22 +88,24 @@ PACKAGES = (
 )
 PROBE_SECONDS = 60
 PROBE_BYTES = 64 << 20  # pinned as a test
-MEMORY = "memory_gib/"  # the same as in observe/health.py, which cannot be imported if pydantic is broken
+MEMORY = "memory_gib/"  # same value as in observe/health.py, which cannot be imported if pydantic is broken
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Example: Finding("ray", "missing", "not installed; for workers on several machines", 'pip install "fulltilt[ray]"')"""
+    """The state of one thing that was examined.
+
+    Example: Finding("ray", "missing", "not installed; for workers on several machines", 'pip install "fulltilt[ray]"')"""
 
     name: str
     status: Status
     detail: str
     remedy: str = ""
-    core: bool = False  # no run works without it; of a cluster: no run on it
+    core: bool = False  # required by every run, or, for a finding about a cluster, by every run on it
 
 
 def judged(name: str, detail: str, fault: str | None, remedy: str, *, status: Status = "broken", core: bool = False) -> Finding:
-    """The finding of something that is as `detail` says, unless there is a fault."""
+    """Return a finding that is ok with `detail`, or not ok with `fault` if there is one."""
     return Finding(name, status, fault, remedy, core) if fault else Finding(name, "ok", detail, core=core)
 
 
@@ -114,7 +116,7 @@ class Report:
 
     @property
     def broken(self) -> bool:
-        """Whether something is missing or broken that every run needs, or every run on the cluster."""
+        """Whether anything is missing or broken that every run, or every run on the cluster, needs."""
         return any(finding.core and finding.status != "ok" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def examine(address: str | None = None) -> Report:
 
 
 def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The extras, with triton marked as needed where there is a CUDA device: decoding on CUDA uses it."""
+    """Return the extras, with triton marked as needed if there is a CUDA device: decoding on CUDA uses it."""
     cuda = any(finding.name.startswith("cuda:") for finding in devices)
     return tuple(replace(finding, core=True) if cuda and finding.name == "triton" else finding for finding in extras)
 
@@ -169,7 +171,7 @@ def examine_computer() -> Iterator[Finding]:
     fault = None if platform.system() in ("Linux", "Darwin") else f"{system} is not supported"
     yield judged("platform", system, fault, "use Linux (on Windows: WSL 2) or macOS", core=True)
     yield Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}")
-    # Within the limits of the control groups that this process is in: those of a container or a job.
+    # Free memory within the limits of this process's control groups, such as those of a container or a job.
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("memory", "ok", f"{in_bytes(free_host_bytes())} available of {in_bytes(installed)}")
     disk = shutil.disk_usage(Path.cwd())
@@ -177,7 +179,7 @@ def examine_computer() -> Iterator[Finding]:
 
 
 def examine_sandbox() -> Finding:
-    """Check what the kernel keeps reward functions from."""
+    """Check which actions of reward functions the kernel can prevent."""
     landlock, seccomp = confine.landlock_version(), confine.has_seccomp()
     has = f"Landlock {f'version {landlock}' if landlock else 'missing'}, seccomp {'available' if seccomp else 'missing'}"
     lacking = confine.lacking(landlock, seccomp)
@@ -237,7 +239,7 @@ def examine_devices() -> Iterator[Finding]:
 
 
 def examine_workers() -> Iterator[Finding]:
-    """What several workers would have on this computer (cluster.workers)."""
+    """Report the devices and memory that several workers would have on this computer (cluster.workers)."""
     import torch
     import torch.distributed as dist
 
@@ -260,7 +262,7 @@ def examine_workers() -> Iterator[Finding]:
 
 
 def examine_shared_memory(gpus: int) -> Iterator[Finding]:
-    """Whether workers on all GPUs of this computer could exchange tensors through it. Not every system has it."""
+    """Check whether workers on all GPUs of this computer could exchange tensors through shared memory. Not every system has it."""
     from fulltilt.cluster import keeper
 
     if not keeper.SHARED_MEMORY.is_dir():
@@ -281,7 +283,7 @@ def examine_shared_memory(gpus: int) -> Iterator[Finding]:
 
 
 def examine_cluster(address: str) -> Iterator[Finding]:
-    """What the machines of a Ray cluster have for workers (cluster.address), and whether a run that is started here can use them."""
+    """Report what the machines of a Ray cluster have for workers (cluster.address), and whether a run that is started here can use them."""
     if importlib.util.find_spec("ray") is None:
         yield Finding("ray cluster", "missing", "the package ray is not installed", 'pip install "fulltilt[ray]"', core=True)
         return
@@ -310,7 +312,7 @@ def no_cuda() -> Finding:
 
 
 def examine_varlen_on_cuda(device: str) -> Finding:
-    """Compare a call as training makes it, two documents with grouped heads, with plain attention on each document alone."""
+    """Compare a call as in training, two documents with grouped heads, with plain attention on each document alone."""
     name = f"varlen_attn on {device}"
     try:
         gap = varlen_gap(device)
@@ -335,7 +337,7 @@ def varlen_gap(device: str) -> float:
     # torch 2.11 accepts grouped heads as they are; later versions need the flag.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     found = varlen_attn(query, key, value, offsets, offsets, 11, 11, window_size=(-1, 0), **grouped)
-    assert isinstance(found, torch.Tensor)  # it is a pair only if log-sum-exps are asked for
+    assert isinstance(found, torch.Tensor)  # a pair is returned only if log-sum-exps are asked for
     gap = 0.0
     for start, end in itertools.pairwise(bounds):
         q, k, v = (states[start:end].transpose(0, 1).float() for states in (query, key, value))
@@ -358,7 +360,7 @@ def examine_pinning() -> Finding:
 
 
 def examine_memory_of(run: Path) -> Iterator[Finding]:
-    """The memory that the run's newest step has measured, one finding per phase."""
+    """Report the memory that the run's newest step has measured, one finding per phase."""
     path, remedy = run / "metrics.jsonl", "give the folder of a run (its run.dir) that has finished a step"
     try:
         if path.is_fifo():
@@ -384,7 +386,7 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
 
 
 def imports(module: str) -> str | None:
-    """Why the module cannot be imported into this process, or None. A broken package may raise anything."""
+    """Return why the module cannot be imported into this process; None: it can. A broken package may raise anything."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -393,7 +395,8 @@ def imports(module: str) -> str | None:
 
 
 def imports_in_child(module: str) -> str | None:
-    """The same, tried in a child process: a package with an incompatible library can crash it, and importing has side effects."""
+    """Return why the module cannot be imported, tried in a child process: a package with an incompatible library can crash it, and
+    importing has side effects."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS
@@ -418,7 +421,7 @@ def in_range(version: str, limits: tuple[str, str]) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' -> (2, 13, 0); '5.20.0rc1' -> (5, 20, 0)."""
+    """Return the numbers of a version. Example: '2.13.0+cpu' -> (2, 13, 0); '5.20.0rc1' -> (5, 20, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

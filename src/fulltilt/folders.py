@@ -1,7 +1,8 @@
-"""Folders and files that commands write to: only their own, empty ones and new ones. Files that are read: what may lie in their place.
+"""Checks of folders and files before commands write to them or read them: commands write only to their own folders, empty ones and new
+ones.
 
-Enters: a path that a user gave, before anything is written there. Leaves: nothing, or a UserError that says what is there. Guaranteed:
-nothing of another program's is written over or deleted. A folder belongs to a command if it holds that command's marker.
+Enters: a path that a user gave, before anything is written there. Leaves: nothing, or a UserError that says what is there. Guaranteed: no
+file of another program is overwritten or deleted. A folder belongs to a command if it holds that command's marker.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BESIDE_WEIGHTS = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
     *("chat_template.*", "additional_chat_templates/*"),
 )
-SAMPLES, SAMPLE_BYTES = 256, 2**17  # a larger file's digest is made from so many pieces of this size
+SAMPLES, SAMPLE_BYTES = 256, 2**17  # the digest of a larger file is made from this many pieces of this size
 NAMED = 3  # at most this many entries of a folder are named in an error
 
 
@@ -36,7 +37,7 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
         inside = []
         parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
         try:
-            os.rmdir(tempfile.mkdtemp(prefix=marker, dir=parent))  # modes say nothing about /proc, nor about a file system without room
+            os.rmdir(tempfile.mkdtemp(prefix=marker, dir=parent))  # modes do not tell about /proc or about a full file system
         except OSError as error:
             why = f"{parent} is not a folder that can be written ({error.strerror})"
             raise UserError(f"{key}: {folder} cannot be made: {why}. Use another folder") from None
@@ -55,8 +56,8 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
 
 
 def move_aside(found: Sequence[Path], folder: Path) -> Path | None:
-    """Move what was found in the folder into the first of its folders `before-1/`, `before-2/`, ... that is free. Returns that one; None
-    if nothing was found."""
+    """Move the entries found in the folder into the first of `before-1/`, `before-2/`, ... that does not exist there. Returns that folder;
+    None if nothing was found."""
     if not found:
         return None
     aside = next(path for number in count(1) if not os.path.lexists(path := folder / f"before-{number}"))
@@ -67,7 +68,8 @@ def move_aside(found: Sequence[Path], folder: Path) -> Path | None:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """An `opener` for `open`: a pipe in place of a file is empty, or cannot be written, instead of waiting for someone at its other end."""
+    """Open a file as an `opener` for `open`: a pipe in place of a file is empty, or cannot be written, instead of waiting for its other
+    end."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
@@ -77,7 +79,8 @@ def read_file(path: Path) -> bytes:
 
 
 def substitute_in(start: bytes) -> tuple[str, str] | None:
-    """What lies in place of a file that was never downloaded, by its first bytes, and the remedy; None: it may be the file itself."""
+    """Return what is in place of a file that was never downloaded, judged by its first bytes, with the remedy; None: it may be the file
+    itself."""
     begins = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if begins.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file itself", "Run `git lfs pull` in that folder"
@@ -87,7 +90,7 @@ def substitute_in(start: bytes) -> tuple[str, str] | None:
 
 
 def refuse_foreign_json(file: Path, key: str, option: str) -> None:
-    """Raise UserError if the file exists and is no JSON object with `key`, which all that `option` writes have. A device is no file."""
+    """Raise UserError if the file exists and is not a JSON object with `key`, which all files of `option` have. Devices are not checked."""
     try:
         if not file.is_file() or file.stat().st_size == 0:
             return
@@ -113,8 +116,8 @@ def use_usual_modes(folder: Path) -> None:
 
 
 def content_digests(folder: Path) -> dict[str, str]:
-    """A digest of each file that loading the model or the adapter may read, by its name in the folder: of weights by samples, so that large
-    models cost little, of all others by the whole content."""
+    """Return a digest of each file that loading the model or the adapter may read, by its name in the folder: of weights by samples, so
+    that large models cost little, of all others by the whole content."""
     files = {
         path: most for most, kinds in ((SAMPLES, MODEL_WEIGHTS), (None, BESIDE_WEIGHTS)) for kind in kinds for path in folder.glob(kind)
     }
@@ -122,7 +125,8 @@ def content_digests(folder: Path) -> dict[str, str]:
 
 
 def content_digest(file: Path, samples: int | None = None) -> str:
-    """A digest of the file's size and content; of a large one, of about so many samples, spread evenly from its first byte on."""
+    """Return a digest of the file's size and content; for a large file, of about `samples` samples, spread evenly from its first byte
+    on."""
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     distance = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (samples - 1)) if samples else SAMPLE_BYTES

@@ -1,12 +1,12 @@
-"""The hardware table: what a GPU has in memory, arithmetic and links, for plans and benchmarks that are made without it.
+"""The hardware table: memory, arithmetic and links of GPUs, for plans and benchmarks that are made without them.
 
-Enters: a name as people write it ("H100", "8xH100-80GB") or as the driver gives it ("NVIDIA H100 80GB HBM3"), or figures of other
-hardware. Leaves: a frozen `Accelerator`. Guaranteed: figures of the table are the vendors' (the data sheet is named beside each), except
-memory, which is what the driver reports, and `matmul_share`, which is what large bfloat16 products reach; figures that are given are
-numbers that hardware can have, and hardware that the table lacks has all of them; no torch.
+Enters: a name as people write it ("H100", "8xH100-80GB") or as the driver gives it ("NVIDIA H100 80GB HBM3"), or figures of other hardware.
+Leaves: a frozen `Accelerator`. Guaranteed: figures of the table are the vendors' (the data sheet is named beside each), except memory,
+which is the driver's figure, and `matmul_share`, which is the share that large bfloat16 products reach; given figures are possible ones,
+and complete for hardware that the table lacks; no torch.
 
     Cluster.parse("8xH100-80GB")    # 8 GPUs on one machine
-    Cluster.parse("8xB200.toml")    # those of the file's section [hardware]
+    Cluster.parse("8xB200.toml")    # the GPUs of the file's section [hardware]
     accelerator("H100-20GB")        # the same chip with a quarter of its memory
 """
 
@@ -24,7 +24,7 @@ from fulltilt.records import UserError
 from fulltilt.words import joined, listed
 
 MIB = 1 << 20
-GPUS_PER_MACHINE = 8  # as these GPUs are sold
+GPUS_PER_MACHINE = 8  # the usual number, as these GPUs are sold
 MOST_MEMORY, MOST_GPUS = 1 << 20, 1 << 20  # GB and GPUs beyond which a number is a mistake
 
 
@@ -37,11 +37,11 @@ class Accelerator:
     nominal: int  # gigabytes of memory in the product's name
     flops: float  # dense bfloat16 FLOP/s with float32 sums, nominal
     hbm: float  # bytes per second from and to its memory, nominal
-    host_link: float  # to and from pinned host memory
-    gpu_link: float  # to and from the other GPUs of the machine
-    network: float  # to and from other machines, each GPU's part of the adapters
+    host_link: float  # rate to and from pinned host memory
+    gpu_link: float  # rate to and from the other GPUs of the machine
+    network: float  # rate to and from other machines, each GPU's part of the adapters
     matmul_share: float = 0.7  # share of `flops` that large products reach at the power limit
-    driver: str = ""  # a pattern of the name that the driver gives
+    driver: str = ""  # a pattern of the driver's name for the GPU
 
     @property
     def is_cpu(self) -> bool:
@@ -49,24 +49,24 @@ class Accelerator:
 
     @property
     def device(self) -> str:
-        """What torch calls such a device."""
+        """Torch's name for such a device."""
         return "cpu" if self.is_cpu else "cuda"
 
     def with_memory(self, gigabytes: int) -> Accelerator:
-        """The same chip with more or less memory, counted as in its product name."""
+        """Return the same chip with more or less memory, counted as in its product name."""
         if gigabytes == self.nominal:
             return self
         return replace(self, memory=self.memory * gigabytes // self.nominal, nominal=gigabytes)
 
 
-# Links. PCIe 5.0 x16 has 64 GB/s in each direction, of which copies of pinned memory reach 55 (docs/memory.md); PCIe 4.0 has half.
+# Links. PCIe 5.0 x16 has 64 GB/s in each direction; copies of pinned memory reach 55 (docs/memory.md); PCIe 4.0 has half.
 PCIE5, PCIE4 = 55e9, 26e9
 NVLINK4, NVLINK3 = 450e9, 300e9  # half of the 900 and 600 GB/s of the data sheets, which count both directions
 INFINIBAND_400, INFINIBAND_200, ETHERNET_100 = 50e9, 25e9, 12.5e9  # one adapter a GPU, as in DGX H100 and DGX A100, or a workstation's
 
 # `matmul_share`: an H200 reached 789 TFLOP/s of 989 in large products. H100s in published training runs come to about 0.72 (the DAPO and
-# GRPO tables of tests/data/published), where 700 W lower their clock. An H20 has a seventh of the arithmetic and the same power, and an
-# A100 runs at its nominal clock: both come close to their peaks.
+# GRPO tables of tests/data/published), where the limit of 700 W lowers their clock. An H20 has a seventh of the arithmetic and the same
+# power, and an A100 runs at its nominal clock: both come close to their peaks.
 ACCELERATORS = (
     # NVIDIA H200 data sheet: 141 GB, 4.8 TB/s, 1,979 TFLOP/s with sparsity, NVLink 900 GB/s
     Accelerator("H200", 143771 * MIB, 141, 989e12, 4.8e12, PCIE5, NVLINK4, INFINIBAND_400, 0.8, r"\bH200\b"),
@@ -105,7 +105,7 @@ FIGURES = {
     "network": "bytes per second to other machines, each GPU's part",
 }
 MEMORY_FIGURE = "memory in units of 1e9 bytes"
-# Beyond these a figure is a mistake, such as one in other units, and what is computed of it would not be finite.
+# Bounds beyond which a figure is a mistake, such as one in other units, and results computed from it would not be finite.
 BOUNDS: Mapping[str, tuple[float, float]] = {"memory_gb": (0.1, 1e5), **dict.fromkeys(FIGURES, (1e3, 1e21)), "matmul_share": (0.01, 1.0)}
 MOST_SHOWN = 40  # characters of a value in a message
 WRITTEN = re.compile(
@@ -123,7 +123,7 @@ class Cluster:
 
     @staticmethod
     def parse(text: str, gpus: int | None = None) -> Cluster:
-        """A number of GPUs and their name, as in `8xH100-80GB`, or a TOML file with a section [hardware]. `gpus`: their number where the
+        """Read a number of GPUs and their name, as in `8xH100-80GB`, or a TOML file with a section [hardware]. `gpus`: their number if the
         text does not give it."""
         if text.strip().lower().endswith(".toml"):
             return read_hardware(Path(text.strip()), gpus)
@@ -131,8 +131,8 @@ class Cluster:
 
     @staticmethod
     def of_figures(given: Mapping[str, Any], gpus: int | None = None, where: str = "hardware") -> Cluster:
-        """The GPUs of a section [hardware]: `gpus`, a number and a name, and figures in place of the table's, or all of them where the
-        table does not have that name. `where`: how errors call the section."""
+        """Read the GPUs of a section [hardware]: `gpus`, a number and a name, and figures in place of the table's; all figures if the table
+        does not have that name. `where`: the section's name in errors."""
         text = given.get("gpus", "1xH100")
         if wrong := [*wrong_figures(given), *wrong_name(text, given, gpus)]:
             raise UserError("\n".join(f"{where}: {each}" for each in wrong))
@@ -146,19 +146,20 @@ class Cluster:
         return Cluster(gpu, count_of(text, gpus), given.get("per_machine", GPUS_PER_MACHINE))
 
     def link(self, group: int) -> float:
-        """Bytes per second that each member of a group of neighbours can send to any other: the machine's link, or the network."""
+        """Return the bytes per second that each member of a group of neighbours can send to any other: over the machine's link, or the
+        network."""
         return self.gpu.gpu_link if group <= self.per_machine else self.gpu.network
 
     def ring(self, group: int, apart: int = 1) -> float:
-        """Bytes per second that pass through each member of a ring whose members are `apart` GPUs from one another. Between machines a ring
-        uses the adapters of all its members there; rings beside it use the others."""
+        """Return the bytes per second that pass through each member of a ring whose members are `apart` GPUs from one another. Between
+        machines a ring uses the adapters of all its members there; parallel rings use the others."""
         if group * apart <= self.per_machine:
             return self.gpu.gpu_link
         return min(self.gpu.gpu_link, max(1, self.per_machine // apart) * self.gpu.network)
 
 
 def count_of(text: str, gpus: int | None = None) -> int:
-    """The number of GPUs in a text such as `8xH100-80GB`. `gpus`: their number where it has none."""
+    """Return the number of GPUs in a text such as `8xH100-80GB`. `gpus`: their number if the text has none."""
     found = WRITTEN.fullmatch(text.strip())
     count = int(found["count"]) if found and found["count"] else gpus or 1
     if not 0 < count <= MOST_GPUS:
@@ -167,7 +168,7 @@ def count_of(text: str, gpus: int | None = None) -> int:
 
 
 def is_known(text: str) -> bool:
-    """Whether the table has a GPU of that name."""
+    """Return whether the table has a GPU of that name."""
     try:
         accelerator(text)
     except UserError:
@@ -176,19 +177,19 @@ def is_known(text: str) -> bool:
 
 
 def name_of(text: str) -> str:
-    """The GPU's name in a text such as `8xB200-180GB`; nothing where there is none."""
+    """Return the GPU's name in a text such as `8xB200-180GB`; an empty string if there is none."""
     found = WRITTEN.fullmatch(text.strip())
     return found["name"] if found else ""
 
 
 def memory_of_name(text: str) -> int:
-    """Gigabytes in a text such as `8xB200-180GB`; 0 where there are none."""
+    """Return the gigabytes in a text such as `8xB200-180GB`; 0 if there are none."""
     found = WRITTEN.fullmatch(text.strip())
     return int(found["memory"] or 0) if found else 0
 
 
 def wrong_figures(given: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the keys of a section [hardware], beside the name of the GPU."""
+    """Yield what is wrong with the keys of a section [hardware], except the name of the GPU."""
     known = {"gpus", "per_machine", *BOUNDS}
     if unknown := given.keys() - known:
         yield f"unknown key {joined(sorted(unknown), 'and')}. Known are {', '.join(sorted(known))}"
@@ -203,7 +204,7 @@ def wrong_figures(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wrong_name(text: Any, given: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
-    """What is wrong with `gpus` of a section [hardware], and which figures it lacks."""
+    """Yield what is wrong with `gpus` of a section [hardware], and which figures the section lacks."""
     example = 'Write a number and a name, for example gpus = "8xB200"'
     if not isinstance(text, str):
         yield f"gpus = {in_short(text)} is not a name of GPUs. {example}"
@@ -232,13 +233,13 @@ def wrong_name(text: Any, given: Mapping[str, Any], gpus: int | None) -> Iterato
 
 
 def in_short(value: Any) -> str:
-    """A value for a message, of which a long one keeps its beginning."""
+    """Write a value for a message; a long one is cut."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def read_hardware(path: Path, gpus: int | None = None) -> Cluster:
-    """The GPUs of a TOML file with one section, [hardware]."""
+    """Read the GPUs of a TOML file with one section, [hardware]."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -252,7 +253,7 @@ def read_hardware(path: Path, gpus: int | None = None) -> Cluster:
 
 
 def accelerator(text: str) -> Accelerator:
-    """The device of that name, written by people or by the driver."""
+    """Return the device of that name, written by people or by the driver."""
     for own in ACCELERATORS:
         if own.driver and text.startswith("NVIDIA") and re.search(own.driver, text):
             return own
@@ -272,7 +273,7 @@ def unknown_name(text: str) -> str:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

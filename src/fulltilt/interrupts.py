@@ -1,4 +1,4 @@
-"""Ctrl-C, a termination and a closed terminal, made safe.
+"""Safe handling of Ctrl-C, of a termination and of a closed terminal.
 
 Enters: SIGINT, SIGTERM and SIGHUP, at any moment. Leaves: in a run's steps `Interrupted`, raised only where the step in progress can be
 dropped; in any other part of a command `KeyboardInterrupt`, wherever Python was when Ctrl-C came. Guaranteed: torch is not imported.
@@ -24,16 +24,16 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def interrupts_repeated() -> Iterator[None]:
-    """Send Ctrl-C again that came inside a destructor or a callback, where Python only prints an exception and continues without it."""
+    """Send Ctrl-C again if it came inside a destructor or a callback, where Python only prints an exception and continues without it."""
     before = sys.unraisablehook
 
     def hook(dropped: Any) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # Later, because here an exception would be dropped as well.
+            # Sent later, because an exception raised here would be dropped as well.
             repeat = threading.Timer(REPEAT_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
             repeat.daemon = True
             repeat.start()
-        elif not issubclass(dropped.exc_type, Interrupted):  # which the end of the step raises again
+        elif not issubclass(dropped.exc_type, Interrupted):  # the end of the step raises it again
             before(dropped)
 
     sys.unraisablehook = hook
@@ -50,22 +50,22 @@ def hangup_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not signal.getsignal(signal.SIGHUP):  # only in the main thread, where alone handlers can be changed
+        if before is not signal.getsignal(signal.SIGHUP):  # only the main thread can change handlers
             signal.signal(signal.SIGHUP, before)
 
 
 class Interrupts:
-    """Turns the first signal into `Interrupted` at the next moment where it does no harm; the second ends the process as usual, except that
-    SIGHUP, which a closing terminal sends more than once, never counts as the second.
+    """Turns the first signal into `Interrupted` at the next safe moment. The second ends the process as usual, but SIGHUP, which a closing
+    terminal sends more than once, never counts as the second.
 
-    From the first optimizer step of a step to the step's last line of bookkeeping, parameters belong to no step that could be saved:
-    there the interrupt is held back.
+    From the first optimizer step of a step to the step's last line of bookkeeping, parameters belong to no step that could be saved: there
+    the interrupt is delayed.
     """
 
     def __init__(self, on_first: Callable[[], str] = lambda: "") -> None:
-        """`on_first` is called in the handler of the first signal, and says what the stop has to wait for, if anything."""
+        """`on_first` is called in the handler of the first signal. It returns what the stop has to wait for, if anything."""
         self._on_first = on_first
-        self._wanted: int | None = None  # the signal that came first
+        self._wanted: int | None = None  # the first signal
         self.held = False
 
     @property
@@ -74,7 +74,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread, and only it may ask
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals and may set handlers
             yield
             return
         watched = [signal.SIGINT, signal.SIGTERM]

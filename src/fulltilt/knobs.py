@@ -25,15 +25,15 @@ Source = Literal["native", "verl", "chatlearn"]
 class Knob:
     """One performance setting under all its names."""
 
-    name: str  # the key in our configuration
+    name: str  # the key in fulltilt's configuration
     section: str  # ROLLOUT, BATCHES or TRAINING
     verl: tuple[str, ...]  # full dotted names; one that ends in ".*" stands for every key below it
     chatlearn: tuple[str, ...]
-    legal: str  # the values it takes, in words; empty: nothing can be set, the engine does it by itself
-    must_change: str  # the measurement that proves it
-    auto: str  # what it is when left alone
+    legal: str  # the legal values, in words; empty: nothing can be set, the engine decides by itself
+    must_change: str  # the measurement that the knob must change
+    auto: str  # its value when it is left out
     built: bool  # in this version
-    note: str = ""  # what a user of an alias must know: another unit, the opposite sense, a slip in a guide
+    note: str = ""  # what users of an alias must know: another unit, the opposite sense, an error in a guide
 
     @property
     def state(self) -> str:
@@ -106,8 +106,8 @@ ABOVE_0 = "above 0"
 class Feature:
     """A way to run layers and head, and the keys that switch it on."""
 
-    keys: tuple[str, ...]  # any of them; the first stands for it in words
-    value: Any = True  # at which it is on
+    keys: tuple[str, ...]  # any of these keys; the first one stands for the feature in words
+    value: Any = True  # value at which the feature is on
 
     @property
     def words(self) -> str:
@@ -117,7 +117,7 @@ class Feature:
         return f"`{key}`" if self.value is True else f"`{key} = {toml_value(self.value)}`"
 
     def setting(self, values: Mapping[str, Any]) -> str | None:
-        """The key and value as a user writes them where the feature is on; None where it is off or left to `auto`."""
+        """Return the key and value as a user writes them if the feature is on; None if it is off or left to `auto`."""
         on = (key for key in self.keys if (values[key] > 0 if self.value == ABOVE_0 else values[key] == self.value))
         return next((f"{key} = {toml_value(values[key])}" for key in on), None)
 
@@ -142,8 +142,8 @@ class Pair:
     one: str
     other: str
     allowed: bool
-    why: str  # why not; or how they share the work
-    if_copied: bool = False  # whether they may where a rollout engine reads a copy of the actor
+    why: str  # why they may not be on at once; or how they share the work
+    if_copied: bool = False  # whether they may be on at once if a rollout engine reads a copy of the actor
 
 
 TOGETHER: tuple[Pair, ...] = (
@@ -226,8 +226,8 @@ _BY_NAME = _index()
 
 
 def find(key: str) -> list[tuple[Knob, Source]]:
-    """Every knob that `key` names, with the system whose name it is; more than one only for `SHARED` aliases. The name may lack its
-    beginning (`rollout.n`, `n`), and one that a guide writes without a section (`use_liger_kernel`) may stand in any."""
+    """Return every knob that `key` names, with the system that uses this name; more than one only for `SHARED` aliases. The beginning of a
+    name may be left out (`rollout.n`, `n`), and a name that a guide writes without a section (`use_liger_kernel`) may be in any."""
     parts = key.split(".")
     below = (".".join(parts[:length]) + ".*" for length in range(len(parts) - 1, 0, -1))
     by_end = [name for name, found in _BY_NAME.items() if name.endswith(f".{key}") and found[0][1] != "native"]
@@ -238,20 +238,20 @@ def find(key: str) -> list[tuple[Knob, Source]]:
 
 
 def translate(alias: str, value: Any) -> Any:
-    """The value of our knob that does what `value` does under `alias`; None if there is none or it depends on other keys."""
+    """Return the value of our knob that does the same as `value` under `alias`; None if there is none or it depends on other keys."""
     known = TRANSLATED.get(alias.rpartition(".")[2])
     return value if known is None else known.get(value) if isinstance(value, bool | int | float | str) else None
 
 
 def elsewhere(key: str) -> list[str]:
-    """Our keys for what other systems call `key`, beyond the ledger's aliases: by its last two parts, else by its last one."""
+    """Return our keys for a key of another system, beyond the ledger's aliases: by its last two parts, else by its last one."""
     parts = key.split(".")
     found = ([ours for ours, names in ELSEWHERE.items() if end in names] for end in (".".join(parts[-2:]), parts[-1]))
     return next(filter(None, found), [])
 
 
 def has_another_meaning(key: str) -> bool:
-    """Whether the values of such a key mean something else here."""
+    """Return whether the values of such a key mean something else here."""
     parts = key.split(".")
     return any(f"~{end}" in row_of(field).elsewhere.split() for field in keys().values() for end in (".".join(parts[-2:]), parts[-1]))
 
@@ -263,15 +263,15 @@ def has_another_meaning(key: str) -> bool:
 class ListedKey:
     """A knob or a key, as it is listed and explained."""
 
-    names: tuple[str, ...]  # its own first
-    line: str  # in a list of all
-    facts: Mapping[str, str]  # what is told of it, under a title each
+    names: tuple[str, ...]  # all names, its own first
+    line: str  # the line in a list of all knobs or keys
+    facts: Mapping[str, str]  # explanations by title
     document: Mapping[str, Any]  # the same for machines
 
 
 def listing(wanted: Sequence[str], *, everything: bool, as_json: bool) -> str:
-    """What `fulltilt knobs` prints: the knobs, or `everything`, the keys, with a name or alias that contains one of the words, or all. Keys
-    are also found by a word of their meaning, where no name has it."""
+    """Return the output of `fulltilt knobs`: the knobs, or with `everything` the keys, whose name or alias contains one of the words, or
+    all. If no name matches, keys are also searched by a word of their meaning."""
     entries = [*map(_of_key, keys())] if everything else [*map(_of_knob, LEDGER)]
     found = [entry for entry in entries if not wanted or _matches(wanted, entry.names)]
     found = found or [entry for entry in entries if everything and _matches(wanted, [entry.facts["meaning"]])]

@@ -1,9 +1,9 @@
-"""Presets: every algorithm as one entry that names its functions and its numbers; and the advantages and losses that can be chosen apart.
+"""Presets: every algorithm as one entry that names its functions and its numbers; and the advantages and losses that can be chosen
+separately.
 
 Enters: nothing, or the values of `algorithm.name`, `algorithm.advantage` and `algorithm.loss`. Leaves: `PRESETS`, `ESTIMATORS`, `LOSSES`,
-and the preset that those three values make. Guaranteed: it is data, and the functions are those of `algo.advantage`, `algo.loss` and
-`algo.marks` under the same names; so the schema reads from here which algorithms there are, and which keys have an effect with which of
-them.
+and the preset that those three values make. Guaranteed: presets are data; the functions are those of `algo.advantage`, `algo.loss` and
+`algo.marks` under the same names; so the schema reads from here which algorithms there are, and which keys affect each of them.
 
 To add an algorithm: add an entry to PRESETS, and to `algo` the functions that it does not share with others.
 """
@@ -20,7 +20,7 @@ Setting = float | int | str | bool | list[Any] | dict[str, Any] | None
 NORMALISED_SUM = "seq-mean-token-sum-norm"
 LARGEST_ERROR = 0.2  # bound on the distance of the reward's KL from its target, relative to the target
 
-# Keys that an algorithm reads whatever its functions are, with their values when left out.
+# Keys that every algorithm reads, whatever its functions are, with their default values.
 AGGREGATION: Mapping[str, Setting] = {"aggregation": "token-mean", "length_norm": None}
 ROLLOUT: Mapping[str, Setting] = {
     **AGGREGATION,
@@ -40,7 +40,7 @@ ROLLOUT: Mapping[str, Setting] = {
     "advantage": None,
     "loss": None,
 }
-# The same for algorithms that compare the samples of a prompt with one another.
+# Keys that also algorithms read which compare the samples of a prompt with one another.
 DYNAMIC: Mapping[str, Setting] = {"dynamic_sampling": False, "prompts_per_round": None, "max_rounds": 10}
 GROUPS: Mapping[str, Setting] = {**ROLLOUT, **DYNAMIC}
 CLIPPED: Mapping[str, Setting] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
@@ -51,8 +51,8 @@ class Estimator:
     """How rewards become advantages: a built-in value of `algorithm.advantage`."""
 
     function: str  # its name in algo.advantage
-    defaults: Mapping[str, Setting] = field(default_factory=dict)  # keys of [algorithm] that come with it, and their values when left out
-    smallest_group: int = 2  # fewest samples per prompt that it can learn from; from 2 on the group is its baseline
+    defaults: Mapping[str, Setting] = field(default_factory=dict)  # keys of [algorithm] that it adds, with their default values
+    smallest_group: int = 2  # fewest samples per prompt that it can learn from; from 2 on the group's rewards are its baseline
     critic: str = ""  # name of the critic's loss; empty: it has no critic
     baseline: bool = False  # needs each prompt's greedy sample
     needs: frozenset[str] = frozenset()  # further per-token numbers
@@ -108,7 +108,7 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "dppo_kl": PolicyLoss("binary_kl_bounded", {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0}),
 }
 
-# Keys that only an advantage or a loss reads: where a user's function takes its place, that function must take them too.
+# Keys that only an advantage or a loss reads: a user's function that replaces it must take them too.
 FUNCTION_KEYS = {
     "advantage": {"normalize_by_std", "whiten", "gamma", "gae_lambda", "reward_parts"},
     "loss": {key for each in LOSSES.values() for key in each.defaults} - {"aggregation"},
@@ -119,11 +119,11 @@ FUNCTION_KEYS = {
 class Preset:
     """Functions are called with rows or terms, and with the keys of [algorithm] that are among their parameters."""
 
-    advantage: str  # name of a function
-    loss: str  # name of a policy's surrogate; of the whole loss, where nothing is sampled
-    defaults: Mapping[str, Setting]  # keys of [algorithm] that it reads, and their values when left out
+    advantage: str  # name of a function in algo.advantage
+    loss: str  # name of a policy's surrogate; of the whole loss, if nothing is sampled
+    defaults: Mapping[str, Setting]  # keys of [algorithm] that it reads, with their default values
     smallest_group: int = 1  # fewest samples per prompt that it can learn from
-    rollout: bool = True  # learns from its own samples and their rewards
+    rollout: bool = True  # False: it learns from given rows, not from its own samples and their rewards
     critic: str = ""  # name of the critic's loss; empty: it has no critic
     baseline: bool = False  # needs each prompt's greedy sample
     needs: frozenset[str] = frozenset()  # further per-token numbers that its advantage reads
@@ -131,11 +131,11 @@ class Preset:
     reads_old: bool = True  # as in PolicyLoss
 
     def but(self, **values: Setting) -> Preset:
-        """The same algorithm with other default values."""
+        """Return the same algorithm with other default values."""
         return replace(self, defaults={**self.defaults, **values})
 
     def with_estimator(self, chosen: Estimator) -> Preset:
-        """The same algorithm with another advantage, and the keys that come with it in place of those of its own."""
+        """Return the same algorithm with another advantage, and with that advantage's keys in place of the old one's."""
         if chosen.function == self.advantage:
             return self
         own = FUNCTION_KEYS["advantage"] | CRITIC.keys()
@@ -149,7 +149,7 @@ class Preset:
         )  # fmt: skip
 
     def with_loss(self, chosen: PolicyLoss) -> Preset:
-        """The same algorithm with another loss and its keys. A loss over whole samples brings its aggregation too."""
+        """Return the same algorithm with another loss and its keys. A loss over whole samples also sets its aggregation."""
         if chosen.function == self.loss:
             return self
         kept = {key: value for key, value in self.defaults.items() if key not in FUNCTION_KEYS["loss"]}
@@ -157,7 +157,7 @@ class Preset:
 
 
 def made_of(advantage: str, loss: str) -> Preset:
-    """An algorithm of these two, with the defaults of both."""
+    """Return an algorithm with this advantage and this loss, and the defaults of both."""
     nothing = Preset("", "", ROLLOUT)
     return nothing.with_estimator(ESTIMATORS[advantage]).with_loss(LOSSES[loss])
 
@@ -183,8 +183,8 @@ PRESETS: Mapping[str, Preset] = {
 
 @lru_cache
 def preset_for(name: str, advantage: str | None = None, loss: str | None = None) -> Preset:
-    """The preset of a name, with a built-in advantage and loss in place of its own where they are chosen. A user's function changes nothing
-    here."""
+    """Return the preset of a name, with a built-in advantage and loss in place of its own if they are chosen. A user's function changes
+    nothing here."""
     preset = PRESETS[name]
     if preset.rollout and advantage is not None and advantage in ESTIMATORS:
         preset = preset.with_estimator(ESTIMATORS[advantage])

@@ -5,7 +5,7 @@ log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
 
     Prompt -> Group(Sample, ...) -> Score -> Row -> (batching, trainer)
 
-Where workers hold samples, on several machines, the driver has a `GroupHead` in place of a `Group`, and a `RowHead` in place of a `Row`.
+If workers hold the samples, on several machines, the driver has a `GroupHead` instead of a `Group`, and a `RowHead` instead of a `Row`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ Finish = Literal["stop", "length"]
 
 
 class UserError(ValueError):
-    """An error that only the user can fix: says what, where and the remedy. The command line exits with 2 and no traceback."""
+    """An error that only the user can fix: its text says what is wrong, where, and the remedy. The command line exits with 2 and no
+    traceback."""
 
 
 class RunWarning(UserWarning):
-    """A warning of this package, for the user. The command line hides those of libraries."""
+    """A warning of this package, for the user. The command line hides warnings of libraries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +48,11 @@ class Prompt:
 
     uid: int  # row number over all files of the data set: the same in every epoch and after a resume
     ids: np.ndarray  # int64 [prompt tokens], exactly what the model reads
-    text: str  # the same, decoded, for people
+    text: str  # the same, decoded for people
     data_source: str = "unknown"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    source: str | tuple[Mapping[str, Any], ...] = ""  # what `ids` were made from, for roles with a template of their own
+    source: str | tuple[Mapping[str, Any], ...] = ""  # the text or messages behind `ids`, for roles with a template of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SampleHead:
-    """What the driver knows of a sample that a worker holds."""
+    """The driver's record of a sample that a worker holds."""
 
     index: int
     finish: Finish
@@ -89,7 +90,7 @@ class SampleHead:
 
 @dataclass(frozen=True, eq=False)
 class GroupHead:
-    """What the driver knows of a group whose samples a worker holds, under a number of that worker's."""
+    """The driver's record of a group whose samples a worker holds, under a number of that worker's."""
 
     prompt: Prompt
     samples: tuple[SampleHead, ...]
@@ -110,10 +111,10 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """How far trainer and engine are apart at the trained tokens of a row, by one criterion, before any token is rejected."""
+    """Distances between trainer and engine at the trained tokens of a row, by one criterion, before any token is rejected."""
 
     tokens: np.ndarray  # float64; a criterion of whole samples gives all tokens of a row the same number
-    low: float  # a token is kept where its number lies between the bounds
+    low: float  # a token is kept if its number lies between the bounds
     high: float
     whole: bool  # the criterion keeps or rejects whole samples
 
@@ -131,7 +132,7 @@ class Row:
 
     ids: np.ndarray  # int64 [tokens]
     mask: np.ndarray  # bool [tokens]: True where the token is trained on; mask[0] is always False
-    group: int = 0  # which group of the step it belongs to
+    group: int = 0  # index of its group in the step
     reward: float = 0.0  # for the whole sample, the algorithm's shaping included
     baseline: float | None = None  # reward of the prompt's greedy sample
     lag: int = 0  # steps since it was sampled: above 0 for carried-over groups, whose rollout log-probs come from older weights
@@ -139,14 +140,14 @@ class Row:
     old_logprobs: np.ndarray | None = None  # float32 [tokens], from the trainer before the step's first update
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], from the reference role
     sharp_logprobs: np.ndarray | None = None  # float32 [tokens]: as `old_logprobs`, but at half the sampling temperature
-    importance: np.ndarray | None = None  # float32 [tokens]: weight between trainer and engine, where the loss does not compute it itself
-    rejected: int | None = None  # tokens that `mask` had and that were rejected; None: the algorithm rejects nothing
-    distances: Mapping[str, Distances] | None = None  # by the name of each criterion that may reject tokens
+    importance: np.ndarray | None = None  # float32 [tokens]: weight between trainer and engine, if the loss does not compute it itself
+    rejected: int | None = None  # number of tokens that were rejected from `mask`; None: the algorithm rejects nothing
+    distances: Mapping[str, Distances] | None = None  # distances by the name of each criterion that may reject tokens
     values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: value of the text before token t
-    token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each
+    token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each token
     advantages: np.ndarray | None = None  # float32 [tokens]
-    returns: np.ndarray | None = None  # float32 [tokens]: what the critic learns to predict
-    parts: tuple[float, ...] = ()  # the parts of the reward that the algorithm asks for, for its advantage
+    returns: np.ndarray | None = None  # float32 [tokens]: the numbers that the critic learns to predict
+    parts: tuple[float, ...] = ()  # the parts of the reward that the algorithm's advantage reads
 
     @property
     def tokens(self) -> int:
@@ -154,23 +155,23 @@ class Row:
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained on."""
+        """Number of tokens that are trained on."""
         return int(self.mask.sum())
 
     @property
     def teaches(self) -> bool:
-        """Whether a loss that multiplies by the advantage has a gradient here."""
+        """Whether a loss that multiplies by the advantage has a gradient for this row."""
         return self.advantages is None or bool(self.advantages[self.mask].any())
 
 
-# Fields with a number for each token: those that updates read, and all that a pass without gradient can give.
+# Fields with a number for each token: the ones that updates read, and all that a pass without gradient can compute.
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "importance", "values", "advantages", "returns")
 ANNOTATED_FIELDS = (*PER_TOKEN_FIELDS, "sharp_logprobs")
 
 
 @dataclass(frozen=True, eq=False)
 class RowHead:
-    """What the driver knows of a row that a worker holds, under a key that is the row's own in the step."""
+    """The driver's record of a row that a worker holds, under a key that is unique in the step."""
 
     home: int  # the worker's rank
     key: Hashable
@@ -188,19 +189,19 @@ AnyRow = Row | RowHead
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows packed into one stream of tokens: one forward (and backward). There is no padded variant: if packing is turned off, the padding
-    is in the stream, after each row's tokens.
+    """Rows packed into one stream of tokens: one forward (and backward). There is no padded variant: without packing, the padding is in the
+    stream, after each row's tokens.
 
-    Example, rows [5 6 7 2] and [5 8 2] with masks [0 0 1 1] and [0 1 1]:
-    ids [5 6 7 2 5 8 2], positions [0 1 2 3 0 1 2], cu_seqlens [0 4 7], trained [2 3 5 6], trained_row [0 0 1 1]
+    Example, rows [5 6 7 2] and [5 8 2] with masks [0 0 1 1] and [0 1 1]: ids [5 6 7 2 5 8 2], positions [0 1 2 3 0 1 2], cu_seqlens [0 4
+    7], trained [2 3 5 6], trained_row [0 0 1 1]
     """
 
     ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T], starting from 0 in each row
     cu_seqlens: np.ndarray  # int32 [rows + 1]: where each row begins, and the end
-    rows: tuple[int, ...]  # which rows of the list that was packed, in this order
-    trained: np.ndarray  # int64 [R]: where in ids the trained tokens are; token trained[i] is predicted at trained[i] - 1
-    trained_row: np.ndarray  # int64 [R]: which row of this micro-batch each belongs to
+    rows: tuple[int, ...]  # indices of the rows in the list that was packed, in this order
+    trained: np.ndarray  # int64 [R]: indices of the trained tokens in ids; token trained[i] is predicted at trained[i] - 1
+    trained_row: np.ndarray  # int64 [R]: index of each token's row in this micro-batch
     weights: np.ndarray  # float64 [R]: share of each token in the mini-batch's loss, the global denominator included
     fresh: np.ndarray  # bool [R]: sampled with the weights of this step (the row's lag is 0)
     rollout_logprobs: np.ndarray | None = None  # float32 [R]
@@ -210,24 +211,24 @@ class MicroBatch:
     values: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
     returns: np.ndarray | None = None  # float32 [R]
-    marked: np.ndarray | None = None  # bool [R]: chosen by the statistics of the mini-batch, for a loss that treats such tokens apart
-    pad_tokens: int = 0  # how many of the T tokens are padding
+    marked: np.ndarray | None = None  # bool [R]: tokens chosen by the statistics of the mini-batch, for a loss that treats them differently
+    pad_tokens: int = 0  # number of padding tokens among the T
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which rows of a step make up one optimizer step, or the part of it that a worker computes. Rows have the indices of the step's list.
+    """The rows of a step that make up one optimizer step, or a worker's part of it. Rows have the indices of the step's list.
 
     Example: micro_batches ((3, 5), (4,)), weights {3: 0.1, 4: 0.1, 5: 0.1}, trained_tokens 10
     """
 
-    micro_batches: tuple[tuple[int, ...], ...]  # rows that go together, largest first
-    weights: Mapping[int, float]  # what a trained token of each row counts in the loss, the global denominator included
-    trained_tokens: int  # over all micro-batches of all workers: what per-token metrics are divided by
+    micro_batches: tuple[tuple[int, ...], ...]  # rows of each micro-batch, largest first
+    weights: Mapping[int, float]  # weight of a trained token of each row in the loss, the global denominator included
+    trained_tokens: int  # over all micro-batches of all workers: the divisor of per-token metrics
     silent: bool = False  # as in MiniBatch
 
     def part(self, places: Sequence[int]) -> BatchPlan:
-        """The plan with only some of its micro-batches."""
+        """Return the plan with only some of its micro-batches."""
         chosen = tuple(self.micro_batches[place] for place in places)
         return replace(self, micro_batches=chosen, weights={index: self.weights[index] for indices in chosen for index in indices})
 
@@ -237,8 +238,8 @@ class MiniBatch:
     """The micro-batches of one optimizer step, largest first."""
 
     micro_batches: tuple[MicroBatch, ...]
-    trained_tokens: int  # over all micro-batches (and ranks): what per-token metrics are divided by
-    silent: bool = False  # no row has an advantage: only one is computed, for a gradient of 0, and its metrics do not represent the rest
+    trained_tokens: int  # over all micro-batches (and ranks): the divisor of per-token metrics
+    silent: bool = False  # no row has an advantage: only one is computed, for a gradient of 0, and its metrics do not represent the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,19 +252,19 @@ class TokenTerms:
     logprobs: torch.Tensor  # with gradient
     entropy: torch.Tensor  # with gradient if the algorithm asks for it
     weights: torch.Tensor
-    row: torch.Tensor  # int64: which row of the micro-batch each token belongs to, ascending
+    row: torch.Tensor  # int64: index of each token's row in the micro-batch, ascending
     rollout_logprobs: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None  # None: on policy, the old log-probs are the detached `logprobs`
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     fresh: torch.Tensor | None = None  # bool; None: all tokens are fresh
     importance: torch.Tensor | None = None  # weight between trainer and engine; None: the loss computes it
-    marked: torch.Tensor | None = None  # bool: chosen by the statistics of the mini-batch
+    marked: torch.Tensor | None = None  # bool: tokens chosen by the statistics of the mini-batch
 
 
 @dataclass(frozen=True, eq=False)
 class ValueTerms:
-    """The input of a critic's loss, in the same form."""
+    """The input of a critic's loss, in the same form as `TokenTerms`."""
 
     values: torch.Tensor  # with gradient
     weights: torch.Tensor
@@ -287,19 +288,19 @@ class LossParts:
 
 @dataclass(frozen=True)
 class LossSums:
-    """What the micro-batches of one worker add to the metrics of a mini-batch, under the names of `LossParts`."""
+    """Contributions of one worker's micro-batches to the metrics of a mini-batch, under the names of `LossParts`."""
 
     sums: Mapping[str, float] = field(default_factory=dict)
     weighted: Mapping[str, float] = field(default_factory=dict)
     numerators: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)  # what each numerator is divided by
+    counts: Mapping[str, float] = field(default_factory=dict)  # the divisor of each numerator
 
     def __add__(self, other: LossSums) -> LossSums:
         pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
         return LossSums(*({name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}} for a, b in pairs))
 
     def metrics(self, trained_tokens: int, *, silent: bool) -> dict[str, float]:
-        """The metrics of the whole mini-batch. `silent`: the rows that were computed do not represent the rest."""
+        """Return the metrics of the whole mini-batch. `silent`: the rows that were computed do not represent the others."""
         tokens = max(1, trained_tokens)
         return {
             **({} if silent else {name: value / tokens for name, value in self.sums.items()}),
@@ -315,7 +316,7 @@ class UpdatePass:
 
     tokens: int
     pairs: int  # pairs of tokens that attend to each other: the sum of the squares of the samples' lengths
-    bytes: int | None = None  # that it took at most, beside what was there before and after
+    bytes: int | None = None  # most bytes that it took, beside those that were there before and after
     seconds: float | None = None
 
 
@@ -325,8 +326,8 @@ class UpdatePasses:
 
     passes: tuple[UpdatePass, ...]
     ran_out_at: int | None = None  # tokens of the micro-batch in which memory ran out: no larger one was tried
-    free_bytes: int = 0  # that the device had before anything was measured
-    complete: bool = True  # False: time was up before all of them were measured
+    free_bytes: int = 0  # free memory of the device before anything was measured
+    complete: bool = True  # False: time ran out before all of them were measured
 
 
 @dataclass(frozen=True)
@@ -334,26 +335,26 @@ class RolloutPass:
     """One measured rollout whose samples are all decoded at the same time and end at the same length."""
 
     prompts: int
-    samples: int  # that each prompt gets
+    samples: int  # samples of each prompt
     prompt_tokens: int
     response_tokens: int
-    decode_seconds: float  # that its decode steps alone take
+    decode_seconds: float  # seconds of its decode steps alone
     seconds: float
 
 
 @dataclass(frozen=True)
 class UpdateCosts:
-    """What a micro-batch of an update takes on this device, fitted to a few that were measured. None: not measured."""
+    """Costs of a micro-batch of an update on this device, fitted to a few measured ones. None: not measured."""
 
-    fixed_bytes: float | None  # whatever its size
+    fixed_bytes: float | None  # bytes whatever its size
     token_bytes: float | None
-    host_s: float | None  # seconds that the host takes to launch it, whatever its size, while the device works
-    fixed_s: float | None  # seconds that it takes besides those of its tokens, whatever its size
+    host_s: float | None  # seconds in which the host launches it, whatever its size, while the device works
+    fixed_s: float | None  # seconds beside those of its tokens, whatever its size
     token_s: float | None
     pair_s: float | None
     largest: int  # tokens of the largest micro-batch that was measured
-    error: float = 0.0  # the largest relative difference between the fit and what was measured
-    passes: tuple[UpdatePass, ...] = ()  # that were measured
+    error: float = 0.0  # the largest relative difference between the fit and the measurements
+    passes: tuple[UpdatePass, ...] = ()  # the measured passes
     ran_out_at: int | None = None  # tokens of a micro-batch in which memory ran out
 
     def bytes(self, tokens: int) -> int | None:
@@ -367,7 +368,7 @@ class UpdateCosts:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a worker has measured of its device before the first step."""
+    """Measurements of a worker on its device before the first step."""
 
     updates: tuple[UpdatePass, ...] = ()  # passes of the actor
     rollouts: tuple[RolloutPass, ...] = ()

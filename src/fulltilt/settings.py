@@ -1,8 +1,8 @@
-"""The settings of a run's algorithm: what the user set, and for the rest what the preset has; and the user's own functions.
+"""The settings of a run's algorithm: the user's values, and the preset's for the others; and the user's own functions.
 
 Enters: a `Config`. Leaves: the values of keys, and a `UserFunction` for each of `algorithm.advantage` and `algorithm.loss` that is set.
 Guaranteed: torch is not imported, unless a user's own file imports it; a file is read once, where the run starts, and executed once in a
-process; a file that is missing or does not run and a function that is not in it are a UserError with the remedy.
+process; a missing or failing file, and a function that is not in it, are a UserError with the remedy.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from fulltilt.records import UserError
 from fulltilt.schema import AlgorithmConfig, Config, UsedIf, value_of
 from fulltilt.user_code import UserCode, UserCodeError
 
-# How a value that is None follows from other keys.
+# Rules for values that follow from other keys if they are None.
 DERIVED: Mapping[str, Callable[[Config], int]] = {
     "length_norm": lambda config: config.rollout.max_new_tokens,
     "prompts_per_round": lambda config: config.algorithm.prompts_per_step,
     "overlong_buffer": lambda config: max(1, config.rollout.max_new_tokens // 5),
 }
 
-# Every algorithm has these: how much data a step takes and how often it is used.
+# Keys of every algorithm: how much data a step takes and how often the data is used.
 DATA_KEYS = frozenset({"name", "prompts_per_step", "samples_per_prompt", "minibatches_per_step", "epochs"})
 
-# What a function of the user's own may take by keyword, besides keys of [algorithm].
+# Arguments that a user's function may take by keyword, besides keys of [algorithm].
 GIVEN = {"advantage": ("rewards", "groups", "lengths", "rows"), "loss": ("terms",)}
 
-# The functions that the same keys have by name.
+# The built-in functions of the same keys, by name.
 BUILT_IN: Mapping[str, Mapping[str, Any]] = {"advantage": ESTIMATORS, "loss": LOSSES}
 
 
 def preset_of(config: Config) -> Preset:
-    """The preset of the run's algorithm, with the built-in advantage and loss that were chosen in place of its own."""
+    """Return the preset of the run's algorithm, with the built-in advantage and loss that were chosen in place of its own."""
     return preset_for(config.algorithm.name, config.algorithm.advantage, config.algorithm.loss)
 
 
 def algorithm_settings(config: Config) -> dict[str, Any]:
-    """Every key of [algorithm] that has a value: the user's, the preset's, or one that follows from other keys."""
+    """Return every key of [algorithm] that has a value: the user's, the preset's, or one that follows from other keys."""
     defaults = preset_of(config).defaults
     given = {key: getattr(config.algorithm, key) for key in AlgorithmConfig.model_fields}
     settings = {key: defaults.get(key) if value is None else value for key, value in given.items()}
@@ -51,7 +51,7 @@ def algorithm_settings(config: Config) -> dict[str, Any]:
 
 
 def bounds_of(settings: Mapping[str, Any]) -> dict[str, float | list[float]]:
-    """The criteria of rejection, and the bounds of each: one number for all of them, or one or two numbers for each."""
+    """Return the criteria of rejection with the bounds of each: one number for all of them, or one or two numbers for each."""
     names, bounds = settings.get("rejection"), settings.get("rejection_bounds")
     if names is None or bounds is None:
         return {}
@@ -61,7 +61,7 @@ def bounds_of(settings: Mapping[str, Any]) -> dict[str, float | list[float]]:
 
 
 def in_effect(config: Config, key: str) -> Any:
-    """The value of a dotted key; where a key of [algorithm] is left out, the preset's."""
+    """Return the value of a dotted key; if a key of [algorithm] is left out, the preset's."""
     section, _, name = key.partition(".")
     return algorithm_settings(config).get(name) if section == "algorithm" else value_of(config, key)
 
@@ -71,7 +71,7 @@ def holds(config: Config, condition: UsedIf) -> bool:
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Whether the user gave the dotted key a value; `auto` counts as none."""
+    """Return whether the user gave the dotted key a value; `auto` counts as none."""
     section, _, name = key.partition(".")
     return name in getattr(config, section).model_fields_set and value_of(config, key) not in (None, "auto")
 
@@ -81,7 +81,7 @@ def is_set(config: Config, key: str) -> bool:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """The user's function for a key of [algorithm]. It travels to other processes with its source."""
+    """The user's function for a key of [algorithm]. It is sent to other processes with its source."""
 
     key: str  # "advantage" or "loss"
     code: UserCode
@@ -100,7 +100,8 @@ class UserFunction:
             raise self.wrong(error) from error
 
     def __call__(self, **given: Any) -> Any:
-        """Calls the function with what it takes: what the run gives, under a name or `**kwargs`, and keys of [algorithm] by name."""
+        """Call the function with the arguments that it takes: those of the run, by name or in `**kwargs`, and keys of [algorithm] by
+        name."""
         function, parameters = self.loaded
         arguments = {name: value for name, value in given.items() if name in parameters or open_ended(parameters)}
         arguments |= {name: self.settings[name] for name in parameters if name in self.settings}
@@ -111,7 +112,7 @@ class UserFunction:
             raise
 
     def wrong_parameters(self) -> Iterator[UserError]:
-        """What is wrong with the function's parameters."""
+        """Yield what is wrong with the function's parameters."""
         given, (_, parameters) = GIVEN[self.key], self.loaded
         if not open_ended(parameters) and not set(given) & parameters.keys():
             yield self.wrong(f"it takes none of {', '.join(given)}. Name at least one of them as a parameter")
@@ -131,7 +132,7 @@ def open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def own_functions(config: Config) -> dict[str, UserFunction]:
-    """The user's functions by their keys. Reads their files and executes nothing."""
+    """Return the user's functions by their keys. Reads their files and executes nothing."""
     found = {}
     for key in GIVEN:
         name = getattr(config.algorithm, key)
@@ -144,17 +145,17 @@ def own_functions(config: Config) -> dict[str, UserFunction]:
 
 
 def _instead(key: str, name: str) -> str:
-    """What to write in place of a name that is neither built in nor of a file."""
+    """Return what to write instead of a name that is neither built in nor in a file."""
     near = difflib.get_close_matches(name, BUILT_IN[key], n=3, cutoff=0.6)
     similar = f"Similar: {', '.join(near)}. " if near and ".py" not in name else ""
     return f"{similar}Built in are {', '.join(BUILT_IN[key])}; for a function of your own write for example mine/{key}.py:{key}"
 
 
 def used_keys(config: Config) -> set[str]:
-    """Keys of [algorithm] that this run has a use for, if what they depend on is switched on."""
+    """Return the keys of [algorithm] that this run reads, if the settings that they depend on are switched on."""
     preset, own = preset_of(config), own_functions(config)
     used = {*DATA_KEYS, *preset.defaults} - (set() if preset.rollout else {"samples_per_prompt"})
     for key in own:
-        # With a critic, the preset's advantage goes before the user's and gives the returns.
+        # With a critic, the preset's advantage runs before the user's and computes the returns.
         used -= set() if key == "advantage" and preset.critic else FUNCTION_KEYS[key]
     return used.union(*(place.loaded[1].keys() & AlgorithmConfig.model_fields.keys() for place in own.values()))

@@ -2,8 +2,8 @@
 
 Enters: a mapping as config.json has it, a folder that holds one, or the name of one of `SHAPES`. Leaves: a frozen `Shape`. Guaranteed:
 nothing is loaded and neither torch nor transformers is imported; for the families of `FAMILIES` the number of parameters and of keys and
-values is that of the model transformers builds, exactly. A family that is not in the table has no known number of parameters
-(`UnknownParameters`), which a run takes from its loaded model instead; all other sizes are those of a model of Llama's structure.
+values is exactly that of the model that transformers builds. A family that is not in the table has no known number of parameters
+(`UnknownParameters`), which a run takes from its loaded model instead; all other sizes are those of a model with Llama's structure.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class UnknownParameters(UserError):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What a family of models has beside the structure of Llama: attention, then a gated product, each behind a norm, without biases."""
+    """Differences of a family of models from the structure of Llama: attention, then a gated product, each after a norm, without biases."""
 
-    tied: bool = False  # whether the output embedding is the input embedding, where config.json does not say
-    qkv_bias: bool | str = "attention_bias"  # whether projections of queries, keys and values have one, or the key of config.json
-    output_bias: bool | str = "attention_bias"  # the same for the projection behind attention
+    tied: bool = False  # whether the output embedding is the input embedding, if config.json does not say
+    qkv_bias: bool | str = "attention_bias"  # whether queries, keys and values have biases, or the key of config.json that says so
+    output_bias: bool | str = "attention_bias"  # the same for the projection after attention
     mlp_bias: bool | str = False
-    norms: int = 2  # in a layer, over the hidden states
-    head_norms: bool | str = False  # norms of queries and keys
-    whole_head_norms: bool = False  # over all heads of a token at once, not over each
-    wide_norms: bool = False  # norms stay in float32 until they are multiplied with their weight
+    norms: int = 2  # norms over the hidden states in a layer
+    head_norms: bool | str = False  # whether queries and keys have norms
+    whole_head_norms: bool = False  # these norms are over all heads of a token at once, not over each head
+    wide_norms: bool = False  # norms stay in float32 until they are multiplied by their weight
     fused: bool = False  # whether fulltilt runs its layers with few kernels (model/fuse.py)
     joined: bool = False  # one projection for queries, keys and values, and one for gate and up
 
@@ -94,7 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
     },
-    # 2.7 billion parameters in the proportions of Qwen3-30B-A3B, of which a token uses 0.5: a mixture of experts that one GPU trains whole.
+    # 2.7 billion parameters in the proportions of Qwen3-30B-A3B, 0.5 of them used by a token: a mixture of experts that one GPU can train.
     "2.7B-A0.5B": {
         "model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_experts": 64,
         "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
@@ -118,17 +118,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-# Sizes that config.json may hold as a list with a value for each layer.
+# Sizes that config.json may give as a list with a value for each layer.
 PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
-MOST, MOST_LAYERS = 1 << 40, 10_000  # beyond any model: larger numbers are mistakes, which would take memory and time
+MOST, MOST_LAYERS = 1 << 40, 10_000  # larger than in any model: larger numbers are mistakes, which would take memory and time
 
 
 @dataclass(frozen=True)
 class Experts:
     count: int
     active: int  # experts that a token is sent to
-    inner: int  # width of the gated product of one of them
-    shared_inner: int = 0  # width of the one that every token goes to; 0: there is none
+    inner: int  # width of an expert's gated product
+    shared_inner: int = 0  # width of the shared expert that every token is sent to; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -136,31 +136,31 @@ class DecoderLayer:
     heads: int
     key_heads: int
     head_width: int
-    inner: int  # width of the gated product, where there are no experts
+    inner: int  # width of the gated product, if there are no experts
     experts: Experts | None = None
 
     @property
     def queries(self) -> int:
-        """Numbers of a token's queries."""
+        """Numbers in a token's queries."""
         return self.heads * self.head_width
 
     @property
     def keys(self) -> int:
-        """Numbers of a token's keys, and again of its values."""
+        """Numbers in a token's keys; its values have as many."""
         return self.key_heads * self.head_width
 
 
 @dataclass(frozen=True)
 class LayerDivision:
-    """How workers divide the layers of a model among themselves. This class: not at all."""
+    """How workers divide the layers of a model among themselves. The default: not at all."""
 
     members: int = 1  # workers of a tensor-parallel group
-    experts: int = 1  # workers that have all experts
-    whole_experts: bool = False  # whether a member has some of the experts whole, and rows of zeros for those of others
-    arriving: float = 1.0  # rows that come to a worker's experts for each one that it sends: 1 on average, if routers are balanced
+    experts: int = 1  # workers that hold all experts together
+    whole_experts: bool = False  # whether a member has some of the experts whole, and rows of zeros for the tokens of others
+    arriving: float = 1.0  # rows that arrive at a worker's experts for each one that it sends: 1 on average, if routers are balanced
 
     def own(self, layer: DecoderLayer) -> DecoderLayer:
-        """The heads and columns that a member of a tensor-parallel group has."""
+        """Return the heads and columns that a member of a tensor-parallel group has."""
         experts, size = layer.experts, self.members
         if experts:
             inner = experts.inner if self.whole_experts else experts.inner // size
@@ -181,7 +181,7 @@ class Recompute:
     method: Literal["block", "uniform"] = "block"
 
     def units(self, count: int) -> list[range]:
-        """Which of a model's `count` layers are computed again together."""
+        """Return the layers, of a model's `count`, that are computed again together."""
         if self.kind == "none":
             return []
         size, stop = (self.layers or 1, count) if self.method == "uniform" else (1, self.layers or count)
@@ -195,8 +195,8 @@ class Shape:
     width: int  # numbers of a hidden state
     layers: tuple[DecoderLayer, ...]
     tied: bool  # the output embedding is the input embedding
-    positions: int | None  # that the model was made for; None: config.json does not say
-    family: ModelFamily | None = None  # with the biases and norms that this model has; None: not in the table
+    positions: int | None  # positions that the model was made for; None: config.json does not say
+    family: ModelFamily | None = None  # the model's family, with the biases and norms of this model; None: not in the table
 
     @staticmethod
     def named(name: str) -> Shape:
@@ -206,7 +206,7 @@ class Shape:
 
     @staticmethod
     def read(folder: str | Path) -> Shape:
-        """The shape of the model in a folder."""
+        """Return the shape of the model in a folder."""
         path = Path(folder) / "config.json"
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
@@ -250,13 +250,14 @@ class Shape:
         }
 
     def lora_parameters(self, rank: int, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()) -> int:
-        """Numbers that adapters train. `targets`: ends of the names of linear layers; `stacked`: ends of those of stacked experts."""
+        """Return the number of parameters of adapters. `targets`: ends of the names of linear layers; `stacked`: ends of the names of
+        stacked experts."""
         return sum(rank * (inner + outer) * copies for _, _, (inner, outer, copies) in self.adapted(targets, stacked))
 
     def adapted(
         self, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()
     ) -> Iterator[tuple[int, str, tuple[int, int, int]]]:
-        """The matrices that adapters are put on: the place of the layer, name, and size as in `products`."""
+        """Yield the matrices that adapters are put on: the layer's index, the name, and the size as in `products`."""
         linear = ("",) if targets == "all-linear" else tuple(f".{end}" for end in targets)
         of_experts = tuple(f".{end}" for end in stacked)
         for index, layer in enumerate(self.layers):
@@ -265,7 +266,7 @@ class Shape:
                     yield index, name, sizes
 
     def products(self, layer: DecoderLayer) -> dict[str, tuple[int, int, int]]:
-        """The matrices of a layer that adapters can be put on: numbers in, numbers out, and how many lie in one parameter."""
+        """Return the matrices of a layer that adapters can be put on: numbers in, numbers out, and how many are in one parameter."""
         family, w, inner = self.known_family(), self.width, layer.inner
         qkv = {"qkv_proj": layer.queries + 2 * layer.keys} if family.joined else {
             "q_proj": layer.queries, "k_proj": layer.keys, "v_proj": layer.keys
@@ -283,17 +284,18 @@ class Shape:
         return found
 
     def matrices(self, layer: DecoderLayer) -> int:
-        """Of a layer, as they are stored: those of each expert by itself, and two of a gated product's three apart."""
+        """Return the number of a layer's matrices as they are stored: each expert has its own, and the two inputs of a gated product are
+        separate."""
         return sum(copies * (2 if name.endswith("experts.gate_up_proj") else 1) for name, (_, _, copies) in self.products(layer).items())
 
     def expert_parameters(self, layer: DecoderLayer) -> int:
-        """Numbers of all experts of a layer, the one that every token goes to not counted."""
+        """Return the number of parameters of all experts of a layer, without the shared expert."""
         return sum(
             inner * outer * copies for name, (inner, outer, copies) in self.products(layer).items() if name.startswith("mlp.experts.")
         )
 
     def _layer_parameters(self, layer: DecoderLayer) -> Iterator[tuple[str, int]]:
-        """Weights, biases, routers and norms of queries and keys, by name; the norms of hidden states are counted by themselves."""
+        """Yield weights, biases, routers and norms of queries and keys, by name; the norms of hidden states are counted elsewhere."""
         family = self.known_family()
         for name, (inner, outer, copies) in self.products(layer).items():
             biased = family.mlp_bias if name.startswith("mlp.") else family.output_bias if name.endswith("o_proj") else family.qkv_bias
@@ -319,8 +321,9 @@ class Shape:
     def kept_bytes(
         self, itemsize: int, *, fused: bool, recompute: Recompute = Recompute(), division: LayerDivision = WHOLE_LAYERS,  # noqa: B008 (frozen)
     ) -> int:  # fmt: skip
-        """Bytes that a token of a micro-batch holds from the forward pass until its backward pass, the head's own temporaries aside. Where
-        members of a group divide layers, a token is one of a member's own: it holds as many bytes as all members' tokens at its place."""
+        """Return the bytes that a token of a micro-batch holds from the forward pass until its backward pass, without the head's own
+        temporaries. If members of a group divide layers, a token is one of a member's own: it holds as many bytes as all members' tokens at
+        its place."""
         units = recompute.units(len(self.layers))
         again = {index for unit in units for index in unit}
         kept = [layer for index, layer in enumerate(self.layers) if index not in again]
@@ -328,38 +331,38 @@ class Shape:
         inputs = len(units) * itemsize * self.width
         if recompute.kind == "selective":
             inputs += sum(self.product_bytes(self.layers[index], itemsize, division) for index in again)
-        # Behind the layers: the last norm, and its results where the head reads them. Before them: token ids, and angles of positions; of
-        # members of a group also which tokens are theirs to embed.
+        # After the layers: the last norm, and its results that the head reads. Before them: token ids, and angles of positions; for members
+        # of a group also which tokens are theirs to embed.
         angles = 2 * itemsize * max((layer.head_width for layer in self.layers), default=0)
         members = division.members
         of_head = (members - 1) * itemsize * self.width + (members if members > 1 else 0)
         return whole + inputs + self._norm_bytes(itemsize, fused=fused) + of_head + members * (2 * 8 + angles)
 
     def _norm_bytes(self, itemsize: int, *, fused: bool) -> int:
-        """A fused norm keeps its input, its output and a factor; transformers' own keeps its input in float32, the normed input, and its
-        output."""
+        """Return the bytes that a norm keeps: a fused norm its input, its output and a factor; transformers' own its input in float32, the
+        normed input, and its output."""
         wide = max(4, itemsize)
         normed = wide if self.family and self.family.wide_norms else itemsize
         return (itemsize + (itemsize if fused else wide + normed)) * self.width + 4
 
     def layer_bytes(self, layer: DecoderLayer, itemsize: int, *, fused: bool, division: LayerDivision = WHOLE_LAYERS) -> int:
-        """Bytes that a layer keeps of a token where nothing is computed again: what its operations need for their gradients.
+        """Return the bytes that a layer keeps of a token without recompute: the inputs of its operations' gradients.
 
         Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs and its
         output; transformers' own also the activated gate. Members of a group have norms of their own tokens, and heads and columns of all
-        of them, with what is gathered before each block."""
+        of them, with the tensors that are gathered before each block."""
         family, wide, members, layer = self.family or ModelFamily(), max(4, itemsize), division.members, division.own(layer)
         norms = family.norms * self._norm_bytes(itemsize, fused=fused) + (members - 1) * 2 * itemsize * self.width
         found = 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
-        if family.head_norms:  # fused they keep the product of all projections, of which queries and keys are parts
+        if family.head_norms:  # fused norms keep the product of all projections, of which queries and keys are parts
             normed = layer.queries + layer.keys
             found += itemsize * (normed + layer.keys) if fused else (wide + (wide if family.wide_norms else itemsize)) * normed
             found += 4 * (1 if family.whole_head_norms else layer.heads + layer.key_heads)
         if layer.experts is None:
             return norms + members * (found + (3 if fused else 4) * itemsize * layer.inner)
         experts = layer.experts
-        # A row for each expert that a token is sent to, before and behind it, where it stands in the order of experts, and the router's.
-        # Where experts are divided, rows that arrive are those of other workers' tokens, and have an order of their own.
+        # Kept: a row for each expert that a token is sent to, before and after it, the row's place in the order of experts, and the
+        # router's results. If experts are divided, the rows that arrive are those of other workers' tokens, and have an order of their own.
         results, arrived = (
             itemsize * self.width + 2 * 8,
             itemsize * (self.width + 3 * experts.inner) + (2 * 8 if division.experts > 1 else 0),
@@ -370,9 +373,9 @@ class Shape:
         return norms + members * (found + rows + router + shared)
 
     def product_bytes(self, layer: DecoderLayer, itemsize: int, division: LayerDivision = WHOLE_LAYERS) -> int:
-        """Bytes of a token's results of matrix products and attention, but for the product at a layer's end that is merely added: what a
-        selectively recomputed layer keeps beside its input."""
-        # Members of a group add sums of these products.
+        """Return the bytes of a token's results of matrix products and attention, except for the product at a layer's end that is only
+        added: a selectively recomputed layer keeps them beside its input."""
+        # Members of a group add the sums of these products.
         added, layer = (self.family or ModelFamily()).norms == 2 and division.members == 1, division.own(layer)
         found = itemsize * (2 * layer.queries + 2 * layer.keys + self.width) + 4 * layer.heads
         if layer.experts is None:
@@ -384,7 +387,7 @@ class Shape:
 
 
 def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:
-    """The family with every key of config.json that it names looked up."""
+    """Return the family with every key of config.json that it names looked up."""
     keys = ("qkv_bias", "output_bias", "mlp_bias", "head_norms")
     found = {key: bool(config.get(given)) for key in keys if isinstance(given := getattr(family, key), str)}
     return replace(family, **found)  # type: ignore[arg-type]
@@ -411,7 +414,8 @@ def layer_of(config: Mapping[str, Any], index: int) -> DecoderLayer:
 
 
 def layer_config(config: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The configuration of one layer: its overrides (`per_layer_config`), and its values where a size is listed for each layer."""
+    """Return the configuration of one layer: its overrides (`per_layer_config`), and its own values of sizes that are listed for each
+    layer."""
     overrides = config.get("per_layer_config") or {}
     try:
         own = {**config, **overrides.get(str(index), {})}

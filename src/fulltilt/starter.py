@@ -18,7 +18,7 @@ from fulltilt.records import UserError
 from fulltilt.schema import keys, toml_value, words
 from fulltilt.words import either, printable
 
-MODEL, DATA = "path/to/model", "path/to/train.jsonl"  # where none is given; `--check` says that they do not exist
+MODEL, DATA = "path/to/model", "path/to/train.jsonl"  # used if none is given; `--check` says that they do not exist
 
 LINE = 120
 ANOTHER = "Choose another file name or folder"
@@ -35,11 +35,11 @@ def score(solution_str, ground_truth):
 
 @dataclass(frozen=True)
 class Task:
-    """What a run file is about, and the keys in it."""
+    """Subject of a run file, and the keys in it."""
 
     title: str
-    keys: Mapping[str, Any]  # with their values
-    examples: Mapping[str, Any]  # keys that stand there as comments
+    keys: Mapping[str, Any]  # keys with their values
+    examples: Mapping[str, Any]  # keys that are written as comments
 
 
 _SAMPLED: Mapping[str, Any] = {
@@ -72,7 +72,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def write(task: str, file: Path | None, model: str | None, data: str | None) -> Iterator[str]:
-    """Write the files of a task. Yields what to tell the user."""
+    """Write the files of a task. Yields lines to tell the user."""
     if task not in TASKS:
         raise UserError(f"{task}: no such task. Choose {either(list(TASKS))}")
     file = file or Path(f"{task}.toml")

@@ -1,10 +1,10 @@
-"""Functions of the user's own: `FILE.py:NAME`, or the name of a function that a Python program gave, enters; the function leaves.
+"""The user's own functions: `FILE.py:NAME`, or the name of a function that a Python program gave, enters; the function leaves.
 
-`locate` reads the file once, where the run starts, and executes nothing; what it returns can travel to other processes, so that a file
-edited during the run changes nothing. `function` executes the file, once in a process and run. A function from Python has a name only while
-`known_functions` lasts; in its own process it is that very function, and `callables` sends it to others. Whatever is wrong with the name,
-the file or the function is a `UserCodeError` that says what and gives the remedy; the caller adds which key of the configuration named the
-function. Imports only the standard library: reward processes start from here and must start fast.
+`locate` reads the file once, where the run starts, and executes nothing; its result can be sent to other processes, so that a file edited
+during the run changes nothing. `function` executes the file, once in a process and run. A function from Python has a name only inside
+`known_functions`; in its own process it is the same object, and `callables` sends it to others. Any mistake in the name, the file or the
+function is a `UserCodeError` with the remedy; the caller adds the key of the configuration that named the function. Imports only the
+standard library: reward processes start from here and must start fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-FROM_PYTHON = "python:"  # begins the name of a function that is in no file of the configuration
+FROM_PYTHON = "python:"  # prefix of the name of a function that is in no file of the configuration
 
 
 class UserCodeError(Exception):
@@ -36,15 +36,15 @@ class UserCode:
     """A function by its file, and the file's content when it was read; or a function from Python."""
 
     name: str  # as configured
-    path: str = ""  # empty for a function that fulltilt itself has
+    path: str = ""  # empty for a function of fulltilt's own
     attribute: str = ""
     source: bytes = b""
     given: Callable[..., Any] | None = None  # the function from Python, in its own process
-    pickled: bytes = b""  # the same for another process: a pickle of the folders that it imports from, and of its own pickle
+    pickled: bytes = b""  # the function for another process: a pickle of the folders that it imports from, and of its own pickle
 
     @property
     def digest(self) -> str:
-        """Identifies the file's content."""
+        """Identifier of the file's content."""
         return hashlib.sha256(self.source).hexdigest()
 
 
@@ -53,7 +53,8 @@ _known: ContextVar[Mapping[str, UserCode]] = ContextVar("known", default=Mapping
 
 @contextlib.contextmanager
 def known_functions(codes: Mapping[str, UserCode]) -> Iterator[None]:
-    """`locate` finds these functions too. Files are executed again: a second run in a process does not see what the first left in them."""
+    """Let `locate` find these functions too. Files are executed again: a second run in a process does not see changes that the first made
+    in them."""
     _execute.cache_clear()
     token = _known.set(codes)
     try:
@@ -81,7 +82,7 @@ def locate(name: str) -> UserCode:
 
 
 def imported_files(code: UserCode) -> dict[str, bytes]:
-    """The content of the files that the function's file imports, and of those that they import, as far as they lie in its folder or below:
+    """Return the content of the files that the function's file imports, and of those that they import, if they are in its folder or below,
     by their paths from there. Finds import statements only, and executes nothing."""
     folder, own = Path(code.path).parent, Path(code.path)
     found: dict[str, bytes] = {}
@@ -90,14 +91,14 @@ def imported_files(code: UserCode) -> dict[str, bytes]:
         for file in _imports(*waiting.pop(), folder):
             name = file.relative_to(folder).as_posix()
             if name not in found and file != own:
-                with contextlib.suppress(OSError):  # the import reports it
+                with contextlib.suppress(OSError):  # executing the import reports it
                     found[name] = file.read_bytes()
                     waiting.append((file, found[name]))
     return found
 
 
 def _imports(path: Path, source: bytes, folder: Path) -> Iterator[Path]:
-    """The files below the folder that a file's import statements may read."""
+    """Yield the files below the folder that a file's import statements may read."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # executing the file reports it
@@ -115,8 +116,8 @@ def _imports(path: Path, source: bytes, folder: Path) -> Iterator[Path]:
 
 
 def function(code: UserCode, *, as_script: bool = False) -> Callable[..., Any]:
-    """The function itself. `as_script`: the file runs as `python FILE.py` would run it, under its own name and with its folder first on
-    the path; otherwise neither can hide an installed package from this process."""
+    """Return the function itself. `as_script`: the file runs as `python FILE.py` would run it, under its own name and with its folder first
+    on the path; otherwise neither can hide an installed package from this process."""
     if code.given is not None:
         return code.given
     if code.pickled:
@@ -139,7 +140,7 @@ def parameters(called: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def describe(error: BaseException, path: str) -> str:
-    """One line: the exception, and the line of the user's file that it came from."""
+    """Describe the exception in one line, with the line of the user's file that raised it."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     file = f"{Path(path).name}:" if Path(path).is_file() else "line "  # a cell of a notebook has no file
     place = f" ({file}{own[-1].lineno})" if own else ""

@@ -17,12 +17,12 @@ _OBEYED = re.compile(
 
 
 def many(count: int, noun: str) -> str:
-    """Example: `1 row`, `3 rows`, `2 batches`."""
+    """Write a count with its noun. Example: `1 row`, `3 rows`, `2 batches`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
 def joined(names: Sequence[str], last: str) -> str:
-    """Example with `last` = "or": `a`, `a or b`, `a, b or c`."""
+    """Join names. Example with `last` = "or": `a`, `a or b`, `a, b or c`."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
@@ -31,28 +31,29 @@ def either(choices: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:
-    """The first `most` names, and how many more there are: `a, b and 3 more`."""
+    """List the first `most` names, and how many more there are: `a, b and 3 more`."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or its first characters followed by three dots: never more than `most` characters."""
+    """Return the text, or its first characters followed by three dots: never more than `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """The text with an escape (`\\u001b`, as TOML and JSON write it) for every character that a terminal would obey or hide."""
+    """Return the text with an escape (`\\u001b`, as TOML and JSON write it) for every character that a terminal would obey or hide."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 2**16 else f"\\U{ord(found[0]):08x}", text)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the next one where it ends in a colon, or its type where it has none."""
+    """Return the first line of an error's message, with the next one if it ends in a colon; the error's type if it has no message.
+    | Write a size in bytes. Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return (f"{first} {others[0].strip()}" if first.endswith(":") and others else first)[:300]
 
 
 def in_bytes(count: float) -> str:
-    """Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
+    """Return the first line of an error's message, with the next one if it ends in a colon, or the error's type if it has no message."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""Algorithms: how rewards become per-token numbers, and how those become a loss. `build.build` is the way in."""
+"""Algorithms: how rewards become per-token numbers, and how these become a loss. `build.build` is the entry point."""

@@ -1,4 +1,4 @@
-"""The Algorithm record: all that the loop and the trainer know about an algorithm, and what it does to rewards before advantages.
+"""The Algorithm record: everything that the loop and the trainer know about an algorithm, with its changes to rewards before advantages.
 
 It is data. No code outside this package branches on an algorithm's name: the loop reads `needs`, shapes rewards, calls `advantage` on the
 rows of a step, passes `aggregation` and `length_norm` to batching, and the trainer calls `loss` on every micro-batch. Penalties are
@@ -20,13 +20,14 @@ from fulltilt.records import LossParts, MicroBatch, Row, TokenTerms, ValueTerms
 
 
 class AdvantageFunction(Protocol):
-    """All rows of a step, or the groups of it that one of several workers holds -> the same rows, in the same order, with `advantages`."""
+    """Maps all rows of a step, or the groups that one of several workers holds, to the same rows, in the same order, with `advantages`."""
 
     def __call__(self, rows: Sequence[Row], *, everyone: Everyone = HERE) -> list[Row]: ...
 
 
 class MarkFunction(Protocol):
-    """The micro-batches of a mini-batch, or a worker's part of it, and the policy's log-probs -> for each, which tokens are marked."""
+    """Maps the micro-batches of a mini-batch, or a worker's part of it, and the policy's log-probs to the marked tokens of each
+    micro-batch."""
 
     def __call__(
         self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], *, update: int = 0, everyone: Everyone = HERE
@@ -41,9 +42,9 @@ NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs", "sharp_logprobs", 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Continue sampling until a step has enough useful groups."""
+    """Settings of sampling until a step has enough useful groups."""
 
-    useful: Callable[[np.ndarray], bool]  # whether to train on a group, given its rewards before shaping, failed ones left out
+    useful: Callable[[np.ndarray], bool]  # whether to train on a group, given its rewards before shaping, without failed ones
     prompts_per_round: int
     max_rounds: int
 
@@ -57,7 +58,7 @@ class Overlong:
     penalty: float
 
     def __call__(self, tokens: int) -> float:
-        """What is added to the reward of a response of that length: 0 or less."""
+        """Return the number that is added to the reward of a response of that length: 0 or less."""
         beyond = tokens - (self.longest - self.buffer)
         return -self.penalty * min(1.0, beyond / self.buffer) if beyond > 0 else 0.0
 
@@ -66,13 +67,13 @@ class Overlong:
 class RewardKL:
     """A penalty on each token for moving away from the reference, with a weight that is fixed or follows a target."""
 
-    coef: float  # at the start of the run
+    coef: float  # weight of the penalty at the start of the run
     target: float | None  # mean KL per token to aim for; None: the weight is fixed
     horizon: int  # samples over which the weight adapts
     estimator: Callable[[np.ndarray, np.ndarray], np.ndarray]  # KL from log-probs and reference log-probs
 
     def penalise(self, rows: Sequence[Row], coef: float) -> tuple[list[Row], list[float]]:
-        """The rows with `token_rewards`, and the mean KL per token of each row; NaN where no token is trained."""
+        """Return the rows with `token_rewards`, and the mean KL per token of each row; NaN if no token is trained."""
         token_rewards, means = [], []
         for row in rows:
             assert row.old_logprobs is not None and row.ref_logprobs is not None, "the KL penalty needs old and reference log-probs"
@@ -84,12 +85,12 @@ class RewardKL:
         return per_token(rows, token_rewards=token_rewards), means
 
     def mean_kl(self, means: Sequence[float]) -> float:
-        """The mean over the rows that have any trained token."""
+        """Return the mean over the rows that have any trained token."""
         known = [mean for mean in means if not math.isnan(mean)]
         return float(np.mean(known)) if known else 0.0
 
     def next_coef(self, coef: float, mean_kl: float, samples: int) -> float:
-        """The weight of the next step: a fifth up or down at most for every `horizon` samples (Ziegler et al., 2019)."""
+        """Return the weight of the next step: at most a fifth more or less for every `horizon` samples (Ziegler et al., 2019)."""
         if self.target is None:
             return coef
         error = min(LARGEST_ERROR, max(-LARGEST_ERROR, mean_kl / self.target - 1))
@@ -99,22 +100,22 @@ class RewardKL:
 @dataclass(frozen=True)
 class Algorithm:
     name: str
-    advantage: AdvantageFunction  # `advantages`, if the loss reads them
+    advantage: AdvantageFunction  # computes `advantages`, if the loss reads them
     loss: LossFunction
-    aggregation: str  # how batching weighs the tokens of a mini-batch
+    aggregation: str  # how batching weights the tokens of a mini-batch
     length_norm: int  # divisor, for the aggregation that needs one
     needs: frozenset[str]  # subset of NEEDS: "rollout" (samples and rewards), "baseline" (a greedy sample of each prompt, scored), and the
     # per-token numbers to annotate rows with
     entropy_gradient: bool  # whether the entropy of `TokenTerms` must carry a gradient
-    settings: Mapping[str, Setting]  # every number of the preset as it is used, for people to read
-    value_loss: ValueLossFunction | None = None  # the critic's loss, if the algorithm needs values; `advantage` then also gives `returns`
+    settings: Mapping[str, Setting]  # every number of the preset that is used, for people to read
+    value_loss: ValueLossFunction | None = None  # the critic's loss, if the algorithm needs values; `advantage` then also sets `returns`
     critic_warmup: int = 0  # number of first steps in which only the critic is updated
     dynamic: DynamicSampling | None = None
     overlong: Overlong | None = None
     advantage_alone: bool = False  # whether a sample whose advantages are all 0 adds nothing to the gradient of `loss`
     reward_kl: RewardKL | None = None
-    correct: AdvantageFunction | None = None  # compares rows with the engine that sampled them, before anything else is made of them
-    marks: MarkFunction | None = None  # tokens that `loss` treats apart, chosen before the first backward of a mini-batch
+    correct: AdvantageFunction | None = None  # compares rows with the engine that sampled them, before anything else is computed from them
+    marks: MarkFunction | None = None  # chooses tokens that `loss` treats differently, before the first backward of a mini-batch
     reward_parts: tuple[str, ...] = ()  # parts of the reward that `advantage` reads
     own_advantage: bool = False  # whether `advantage` is a user's function, which may read all rows of a step
 

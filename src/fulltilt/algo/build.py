@@ -1,4 +1,4 @@
-"""The algorithm of a run: a `Config` that was checked enters, an `Algorithm` leaves, with every number resolved.
+"""The algorithm of a run: a checked `Config` enters, an `Algorithm` leaves, with every number resolved.
 
 Guaranteed: torch is not imported, unless a user's own function imports it; such a function is tried out on made-up numbers first.
 """
@@ -23,10 +23,10 @@ Settings = Mapping[str, Any]
 
 
 def build(config: Config) -> Algorithm:
-    """The algorithm that the configuration names."""
+    """Return the algorithm that the configuration names."""
     preset, settings, own = preset_of(config), algorithm_settings(config), own_functions(config)
     correction, needs = _correction(settings), _needs(config, preset, settings)
-    # Weights that the loss cannot compute, or that something before it reads.
+    # True if the loss cannot compute the weights itself, or something before it reads them.
     early = bool(correction.criteria) or correction.normalised or (correction.cap > 0 and "sharp_logprobs" in preset.needs)
     algorithm = Algorithm(
         name=config.algorithm.name,
@@ -46,7 +46,7 @@ def build(config: Config) -> Algorithm:
         marks=_marks(config, preset, settings, correction),
         reward_parts=tuple(settings.get("reward_parts", ())),
         own_advantage="advantage" in own,
-        # Every built-in surrogate is a product with the advantage, except where marks are chosen: those depend on all tokens. A user's own
+        # Every built-in surrogate is a product with the advantage, unless marks are chosen: those depend on all tokens. A user's own
         # function may be anything.
         advantage_alone=preset.rollout and not preset.marks and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
@@ -55,7 +55,7 @@ def build(config: Config) -> Algorithm:
 
 
 def _bound(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
-    """The function with the keys of [algorithm] that it takes besides rows or terms."""
+    """Bind the keys of [algorithm] that the function takes besides rows or terms."""
     _, *keys = (name for name in inspect.signature(function).parameters if name != "everyone")
     return partial(function, **{key: settings[key] for key in keys}) if keys else function
 
@@ -69,7 +69,7 @@ def _advantage(preset: Preset, settings: Settings, own: UserFunction | None) -> 
 
 
 def _within_groups(rows: Sequence[Row], function: Callable[[Sequence[Row]], list[Row]], everyone: Everyone = HERE) -> list[Row]:
-    """An advantage that depends on no other group."""
+    """Call an advantage that depends on no other group."""
     return function(rows)
 
 
@@ -96,7 +96,7 @@ def _marks(config: Config, preset: Preset, settings: Settings, correction: Corre
 
 
 def _reuses(config: Config) -> bool:
-    """Whether samples are trained on after a first update."""
+    """Return whether samples are trained on after a first update."""
     return config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
 
 
@@ -142,6 +142,6 @@ def _reward_kl(settings: Settings) -> RewardKL | None:
 
 
 def _in_use(config: Config, settings: Settings) -> dict[str, Setting]:
-    """The settings that have an effect in this run, for people to read."""
+    """Return the settings that have an effect in this run, for people to read."""
     used = {key for key in used_keys(config) - DATA_KEYS if all(holds(config, each) for each in conditions(f"algorithm.{key}"))}
     return {key: value for key, value in settings.items() if key in used}

@@ -1,12 +1,12 @@
-"""A user's own advantage or loss: `FILE.py:NAME` enters, what a preset would have named leaves.
+"""A user's own advantage or loss: `FILE.py:NAME` enters, a function like those that presets name leaves.
 
 An advantage takes by keyword any of `rewards` (float64 [rows]), `groups` (int64 [rows]), `lengths` (int64 [rows], trained tokens) and
 `rows` (the `Row` records); a loss takes `terms` (`TokenTerms`, with `old_logprobs` always set). Both also take keys of `[algorithm]` by
 their names, `gamma` for example. An advantage returns one number for each row, or for each row an array with one number for each of its
-tokens, of which those outside the mask are not read. A loss returns one number for each trained token, which is weighted and summed
-here, or a scalar that includes the weights already.
+tokens, of which those outside the mask are not read. A loss returns one number for each trained token, which is weighted and summed here,
+or a scalar that includes the weights already.
 
-Guaranteed: results are checked at every call, and once before a model loads, with the remedy in what is said. The functions run in the
+Guaranteed: results are checked at every call, and once before a model loads, with the remedy in the error. The functions run in the
 trainer: they may import torch, this module does not.
 """
 
@@ -27,8 +27,8 @@ from fulltilt.settings import UserFunction
 
 
 def advantage(rows: Sequence[Row], function: UserFunction, before: AdvantageFunction | None, everyone: Everyone = HERE) -> list[Row]:
-    """All rows of the step must be here, so `everyone` is not asked. `before`: an algorithm with a critic calls its own advantage first,
-    which gives the returns that the critic learns."""
+    """Call the user's advantage. All rows of the step must be here, so `everyone` is not used. `before`: an algorithm with a critic calls
+    its own advantage first, which computes the returns that the critic learns."""
     rows = before(rows) if before else list(rows)
     if not rows:  # every reward of the step failed: a user's function need not handle this
         return []
@@ -46,7 +46,7 @@ def advantage(rows: Sequence[Row], function: UserFunction, before: AdvantageFunc
 
 
 def _of_row(function: UserFunction, index: int, result: Any, row: Row) -> np.ndarray:
-    """The numbers of a row's trained tokens."""
+    """Return the numbers of a row's trained tokens."""
     try:
         numbers = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):
@@ -61,7 +61,8 @@ def _of_row(function: UserFunction, index: int, result: Any, row: Row) -> np.nda
 
 
 def surrogate(terms: TokenTerms, function: UserFunction, scalar: bool) -> Surrogate:
-    """`scalar`: whether a scalar is accepted, which cannot be corrected by importance weights, since they are per token."""
+    """Call the user's loss. `scalar`: whether a scalar is accepted, which cannot be corrected by importance weights, since they are per
+    token."""
     loss = function(terms=replace(terms, old_logprobs=old_logprobs(terms)))
     tokens = len(terms.logprobs)
     if not hasattr(loss, "requires_grad") or tuple(loss.shape) not in ((), (tokens,)):
@@ -81,7 +82,7 @@ def surrogate(terms: TokenTerms, function: UserFunction, scalar: bool) -> Surrog
 
 
 def try_out(algorithm: Algorithm, samples_per_prompt: int, functions: Iterable[UserFunction]) -> None:
-    """Calls the user's functions once on made-up numbers: what fails there would otherwise fail only after models were loaded."""
+    """Call the user's functions once on made-up numbers: their failures would otherwise show only after models were loaded."""
     for function in functions:
         try:
             if function.key == "advantage":
@@ -96,7 +97,7 @@ def try_out(algorithm: Algorithm, samples_per_prompt: int, functions: Iterable[U
 
 
 def _made_up_rows(algorithm: Algorithm, samples: int) -> list[Row]:
-    """Two groups of different rewards and lengths, with every field that the algorithm needs."""
+    """Return two groups of different rewards and lengths, with every field that the algorithm needs."""
     rows = []
     for index in range(2 * samples):
         mask = np.arange(3 + index % 3) >= 2

@@ -1,4 +1,4 @@
-"""Marks: the tokens that a loss treats apart, chosen by the statistics of a whole mini-batch.
+"""Marks: the tokens that a loss treats differently, chosen by the statistics of a whole mini-batch.
 
 Enters: the micro-batches of a mini-batch, or of a worker's part of it, and the policy's log-probs of their tokens. Leaves: for each
 micro-batch, which tokens are marked. Guaranteed: the same tokens for any number of micro-batches and of workers, since sums are exact, ties
@@ -19,10 +19,10 @@ from fulltilt.records import MicroBatch
 
 
 class TrainedTokens:
-    """All trained tokens of some micro-batches, one behind another."""
+    """All trained tokens of some micro-batches, concatenated."""
 
     def __init__(self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], *, bypass: bool) -> None:
-        """`bypass`: the engine's log-probs are the old ones. Where there are no old ones, they are the policy's own."""
+        """`bypass`: the engine's log-probs are the old ones. Without old ones, the policy's own are used."""
         nothing = np.zeros(0)
         pairs = list(zip(batches, logprobs, strict=True))
         olds = [(micro.rollout_logprobs if bypass else micro.old_logprobs, own) for micro, own in pairs]
@@ -40,7 +40,7 @@ class TrainedTokens:
         return advantages * logprobs
 
     def split(self, marked: np.ndarray) -> list[np.ndarray]:
-        """For each micro-batch its own."""
+        """Split marks into one array for each micro-batch."""
         return np.split(marked, np.cumsum(self.sizes)[:-1]) if self.sizes else []
 
 
@@ -48,7 +48,7 @@ def largest(
     batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], cov_share: float, *,
     bypass: bool = False, seed: int = 0, update: int = 0, everyone: Everyone = HERE,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The share of tokens whose covariance is largest; at least one token (KL-Cov)."""
+    """Mark the share of tokens whose covariance is largest; at least one token (KL-Cov)."""
     tokens = TrainedTokens(batches, logprobs, bypass=bypass)
     count = max(1, int(cov_share * everyone.sum([len(tokens.logprobs)])))
     return tokens.split(smallest(-tokens.covariances(everyone), tokens, count, everyone))
@@ -58,7 +58,7 @@ def some_between(
     batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], cov_share: float, cov_low: float, cov_high: float, clip_low: float,
     clip_high: float, *, bypass: bool = False, seed: int = 0, update: int = 0, everyone: Everyone = HERE,
 ) -> list[np.ndarray]:  # fmt: skip
-    """A share of all tokens, at least one, drawn among those whose covariance is between two bounds and whose ratio is not clipped
+    """Mark a share of all tokens, at least one, drawn among those whose covariance is between two bounds and whose ratio is not clipped
     (Clip-Cov)."""
     tokens = TrainedTokens(batches, logprobs, bypass=bypass)
     count = max(1, int(cov_share * everyone.sum([len(tokens.logprobs)])))
@@ -70,7 +70,7 @@ def some_between(
 
 
 def smallest(numbers: np.ndarray, tokens: TrainedTokens, count: int, everyone: Everyone) -> np.ndarray:
-    """Which tokens have the `count` smallest numbers among everyone's; infinite numbers do not count."""
+    """Return which tokens have the `count` smallest numbers among those of all processes; infinite numbers do not count."""
     keys = np.stack([numbers, tokens.rows, tokens.positions], axis=1)
     offered = ordered(keys[np.isfinite(numbers)])[:count]
     found = ordered(np.array(everyone.gather(offered.ravel().tolist())).reshape(-1, 3))[:count]
@@ -86,7 +86,7 @@ def ordered(keys: np.ndarray) -> np.ndarray:
 
 
 def noise(seed: int, update: int, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each token, from a hash (splitmix64)."""
+    """Return a number in [0, 1) for each token, from a hash (splitmix64)."""
     state = np.full(len(rows), seed, np.uint64)
     for part in (np.full(len(rows), update), rows, positions):
         state = (state ^ part.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)

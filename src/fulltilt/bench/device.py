@@ -1,6 +1,6 @@
 """The device that is measured: which one, its memory, and the kernels that a piece of work runs.
 
-Guaranteed: work that was measured has ended on the device; nothing here changes what a run computes.
+Guaranteed: measured work has finished on the device; nothing here changes what a run computes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds until the device has done the work, and its result."""
+    """Return the seconds until the device has finished the work, and its result."""
     synchronize(device)
     begin = time.perf_counter()
     result = work()
@@ -48,13 +48,13 @@ def timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Resu
 
 
 def used_bytes() -> int:
-    """Bytes in use on the CUDA device, by any process."""
+    """Return the bytes in use on the CUDA device, by any process."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def let_go(device: torch.device) -> int | None:
-    """Free the device for another process. Returns the bytes that this one still holds, its context above all; None on a CPU."""
+    """Free the device for another process. Returns the bytes that this process still holds, above all its context; None on a CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
@@ -63,20 +63,20 @@ def let_go(device: torch.device) -> int | None:
 
 
 def peak_memory(device: str, held_by_others: int = 0) -> tuple[int | None, int | None]:
-    """Peak bytes since the last reset: allocated by torch, and in use on the device without what other processes hold."""
+    """Return the peak bytes since the last reset: allocated by torch, and in use on the device without those of other processes."""
     if device != "cuda":
         return None, None
     return torch.cuda.max_memory_allocated(), peak_in_use(torch.cuda.max_memory_reserved(), held_by_others)
 
 
 def peak_in_use(reserved: int, held_by_others: int = 0) -> int:
-    """Torch's largest reservation plus what lies beside it on the device now: context, libraries and graphs, all of which only grow.
-    The device is not looked at while steps run, for that could spoil the capture of a graph."""
+    """Return torch's largest reservation plus the memory beside it on the device now: context, libraries and graphs, all of which only
+    grow. The device is not queried while steps run, because that could spoil the capture of a graph."""
     return reserved + used_bytes() - torch.cuda.memory_reserved() - held_by_others
 
 
 def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) -> list[dict[str, Any]]:
-    """Kernels (operators on a CPU) of each of the equal `parts` of the work, longest first, with the time that each took by itself."""
+    """Return the kernels (operators on a CPU) of each of the equal `parts` of the work, longest first, with the time of each alone."""
     on_cuda = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
@@ -85,7 +85,7 @@ def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) ->
     found: dict[str, list[float]] = {}
     for event in profile.events() or []:
         if event.is_user_annotation or (on_cuda and event.device_type != torch.autograd.DeviceType.CUDA):
-            continue  # an annotated span, which would count what runs in it a second time; or the host's part
+            continue  # an annotated span, which would count its kernels a second time; or the host's part
         found.setdefault(short(event.name), []).append(event.device_time if on_cuda else event.self_cpu_time_total)
     return [
         {"kernel": name, "calls": len(times) if parts == 1 else len(times) / parts, "microseconds": sum(times) / parts}
@@ -94,6 +94,6 @@ def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) ->
 
 
 def short(name: str) -> str:
-    """A kernel's name without return type, parameters and types, which fill hundreds of characters where it is a template."""
+    """Return a kernel's name without return type, parameters and types, which fill hundreds of characters for a template."""
     name = name.replace("(anonymous namespace)", "").removeprefix("void ")
     return re.split(r"[<(]", name, maxsplit=1)[0].replace("::::", "::").strip(" :") or name

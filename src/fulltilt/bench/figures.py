@@ -1,8 +1,8 @@
-"""What was measured of an engine or of a whole step.
+"""Measurements of an engine or of a whole step.
 
 Enters: seconds and bytes. Leaves: `Timing` (one setting of an engine over repeats), `Measured` (all its settings) and `StepTiming` (one
 setting of a system over steps). Guaranteed: a setting that failed is kept with its error; an engine's figure is the median of its repeats
-at its best setting that gives log-probs.
+at its best setting with log-probs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fulltilt.bench.workload import Requests
 
 @dataclass(frozen=True)
 class Timing:
-    """One setting of an engine. Seconds are those of a whole call, prefill included."""
+    """The timing of one setting of an engine. Seconds are those of a whole call, prefill included."""
 
     setting: Mapping[str, Any]
     seconds: Sequence[float] = ()  # one number for each repeat
-    prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, where a workload asks for time per token
-    trial_seconds: float | None = None  # how long the pass took that a setting was chosen or dropped by, warm-up included
+    prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, if a workload asks for time per token
+    trial_seconds: float | None = None  # seconds of the trial by which a setting was chosen or dropped, warm-up included
     logprobs: bool = True
     error: str | None = None
 
@@ -30,13 +30,13 @@ class Timing:
         return requests.tokens / median(self.seconds) if self.seconds else None
 
     def ms_per_token(self, requests: Requests) -> float | None:
-        """Milliseconds per token while all samples decode, measured by the longest one after its first token."""
+        """Return milliseconds per token while all samples decode, measured on the longest one after its first token."""
         if not self.prefill_seconds or not self.seconds:
             return None
         return 1e3 * (median(self.seconds) - median(self.prefill_seconds)) / (max(requests.lengths.values()) - 1)
 
     def speed(self, requests: Requests) -> float | None:
-        """What engines are compared by: larger is better."""
+        """Return the number by which engines are compared: larger is better."""
         per_token = self.ms_per_token(requests)
         return self.tokens_per_s(requests) if per_token is None else 1e3 / per_token
 
@@ -60,13 +60,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """An engine with all its settings, and further details about it."""
+    """All settings of an engine, and further details about it."""
 
     timings: Sequence[Timing]
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, requests: Requests, *, logprobs: bool = True) -> Timing | None:
-        """The fastest setting. A rollout needs log-probs: settings without them are compared only with each other."""
+        """Return the fastest setting. A rollout needs log-probs: settings without them are compared only with each other."""
         measured = [timing for timing in self.timings if timing.logprobs == logprobs and timing.seconds]
         return max(measured, key=lambda timing: timing.speed(requests) or 0.0, default=None)
 
@@ -81,15 +81,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A system at one setting over some steps."""
+    """The timing of a system at one setting over some steps."""
 
     setting: Mapping[str, Any]
     seconds: Sequence[float] = ()  # seconds of each step after the warm-up
     rollout_seconds: Sequence[float] = ()  # for each of these steps, seconds until its last sample was finished
     first_step_seconds: float | None = None  # seconds of the warm-up step
     peak_memory_bytes: int | None = None  # allocated by torch, from the first step on
-    peak_device_bytes: int | None = None  # in use on the device, without what other processes held
-    start_seconds: float | None = None  # until the first step
+    peak_device_bytes: int | None = None  # in use on the device, without those of other processes
+    start_seconds: float | None = None  # seconds until the first step
     error: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class StepTiming:
         return median(self.seconds) if self.seconds else None
 
     def as_json(self, tokens: int) -> dict[str, Any]:
-        """`tokens`: of all prompts and responses of a step."""
+        """Return the timing in JSON's types. `tokens`: of all prompts and responses of a step."""
         found = {name: value for name, value in vars(self).items() if name not in ("seconds", "details")}
         return found | {
             "setting": dict(self.setting),

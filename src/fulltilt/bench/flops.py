@@ -1,6 +1,6 @@
-"""The size of a loaded model for batching/cost.py, the count of another framework, and the share of a device's arithmetic that is used.
+"""FLOPs: the size of a loaded model for batching/cost.py, verl's count, and the utilised share of a device's arithmetic.
 
-Enters: a language model of transformers, or its configuration. Leaves: its `ModelSize`, FLOPs as verl counts them, and MFU. No torch.
+Enters: a language model of transformers, or its configuration. Leaves: its `ModelSize`, verl's count of FLOPs, and MFU. No torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ VERL_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "seed_oss"})
 
 
 def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
-    """What the counter of verl 0.7.1 and 0.8.0 says of the same pass, given transformers' configuration of a language model; None for
-    families that it counts otherwise or not at all. Up to 0.7.0 verl counted attention twice as high, the whole square of a length.
+    """Return the count of verl 0.7.1 and 0.8.0 for the same pass, given transformers' configuration of a language model; None for families
+    that verl counts in another way or not at all. Up to 0.7.0 verl's count of attention was twice as high, the whole square of a length.
 
-    It differs in two ways: input embedding and head are two matrices even where they are tied, both multiplied by every token; the head is
-    run for every token.
+    It differs from ours in two ways: input embedding and head are two matrices even if they are tied, both multiplied by every token; the
+    head is run for every token.
     """
     if config.model_type not in VERL_DENSE:
         return None
@@ -33,8 +33,8 @@ def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
 
 
 def model_size(model: Any, layers: Mapping[int, Any]) -> ModelSize:
-    """The size of a language model of transformers, on any device. Matrices count whole, stacked experts by the share that a token is sent
-    to, vectors not at all. `layers`: the attention of each, as `model.verify` finds it."""
+    """Return the size of a language model of transformers, on any device. Matrices count whole, stacked experts by the share that a token
+    is sent to, vectors not at all. `layers`: the attention of each layer, from `model.verify`."""
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     matrices = (weight for weight in model.parameters() if weight.ndim > 1 and weight is not lookup and weight is not head)
     heads = model.config.get_text_config().num_attention_heads
@@ -46,5 +46,5 @@ def model_size(model: Any, layers: Mapping[int, Any]) -> ModelSize:
 
 
 def utilisation(flops: float | None, seconds: float, peak: float | None) -> float | None:
-    """MFU: the share of a device's nominal arithmetic; None where either is unknown."""
+    """Return the MFU: the share of a device's nominal arithmetic; None if either is unknown."""
     return flops / seconds / peak if flops and peak else None

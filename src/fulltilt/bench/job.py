@@ -1,7 +1,7 @@
-"""What a benchmark is asked for, and the same resolved and checked.
+"""The request to a benchmark, resolved and checked.
 
 Enters: the options of the command line and a scratch folder. Leaves: a `BenchJob`: device, model, requests, and the configuration of the
-run that is measured. Guaranteed: mistakes in options, settings and peers are reported before anything but small files is made; a setting
+measured run. Guaranteed: mistakes in options, settings and peers are reported before anything but small files is written; a setting
 (KEY=VALUE) is read and checked as for `fulltilt train`, and one that belongs to the workload is refused.
 """
 
@@ -34,9 +34,9 @@ from fulltilt.plan.decisions import count_steps
 from fulltilt.records import Prompt, UserError
 from fulltilt.schema import Config, flatten
 
-# Keys that are not performance knobs and yet only decide how a run is executed.
+# Keys that are not performance knobs but also only decide how a run is executed.
 EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
-REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
+REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with other programs
 REWARD = '''"""A number from 0 to 1 that depends on the whole text and not on its length."""
 import zlib
 
@@ -48,7 +48,7 @@ def score(solution_str):
 
 @dataclass(frozen=True, eq=False)
 class BenchJob:
-    """Options, resolved and checked."""
+    """Options of a benchmark, resolved and checked."""
 
     options: BenchOptions
     device: torch.device
@@ -60,7 +60,7 @@ class BenchJob:
 
     @property
     def samples(self) -> int:
-        """Samples of a step, or of a pass."""
+        """Number of samples of a step, or of a pass."""
         return self.config.algorithm.prompts_per_step * self.config.algorithm.samples_per_prompt
 
     @property
@@ -81,11 +81,11 @@ class BenchJob:
 
     @property
     def generation(self) -> str:
-        """What TRL generates with."""
+        """The engine with which TRL generates."""
         return self.options.generation or str(peers.load("peer_trl").BY_DEVICE[self.device.type])
 
     def nominal(self, figure: Literal["bandwidth", "flops"]) -> float | None:
-        """The device's bandwidth or arithmetic, as it was given or as it is known."""
+        """Return the device's bandwidth or arithmetic: the given figure, or the known one."""
         known = roofline.device_named(device_name(self.device))
         return getattr(self.options, figure) or (getattr(known, figure) if known else None)
 
@@ -95,9 +95,9 @@ def resolve(
     workloads: Mapping[str, Workload] = WORKLOADS, repeats: Mapping[str, int] = REPEATS, warm_up: int = 0,
     make_words: Callable[[int], Sequence[str]] | None = None,
 ) -> BenchJob:  # fmt: skip
-    """The job of a benchmark with a workload. `settings`: beginnings of the keys that may be set; `workloads`: the first is the default on
-    CUDA, the last on a CPU; `repeats`: the default by device; `make_words`: gives the words of a vocabulary that prompts are made of, if a
-    run reads them from a file, for `warm_up` steps and the measured ones."""
+    """Return the job of a benchmark with a workload. `settings`: beginnings of the keys that may be set; `workloads`: the first is the
+    default on CUDA, the last on a CPU; `repeats`: the default by device; `make_words`: returns the words of a vocabulary that prompts are
+    made of, if a run reads them from a file, for `warm_up` steps and the measured ones."""
     device = choose_device(options.device)
     check_peers(options, known_peers, device)
     check_figures(options)
@@ -123,7 +123,7 @@ def resolve(
 
 
 def run_tables(source: shapes.Source, requests: Sequence[Requests], scratch: Path) -> dict[str, dict[str, Any]]:
-    """The configuration of a run that would make these steps, as a file would have it."""
+    """Return the configuration of a run that makes these steps, as a file would have it."""
     workload, longest = requests[0].workload, max(each.longest_prompt for each in requests)
     return {
         "model": {"path": str(source.folder or scratch / "model")},
@@ -145,14 +145,15 @@ def resized(workload: Workload, options: BenchOptions) -> Workload:
 
 
 def check_figures(options: BenchOptions) -> None:
-    """Nominal figures of the device, for a roofline or the MFU."""
+    """Refuse impossible nominal figures of the device, for a roofline or the MFU."""
     for option, value in (("--bandwidth", options.bandwidth), ("--flops", options.flops)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(f"{option} {value}: give a finite number above 0, per second, for example 4.8e12")
 
 
 def check_keys(overrides: Sequence[str], taken: Sequence[str]) -> None:
-    """What the measured run executes may be set; what it computes is the workload's. `taken`: how the keys begin that may be set."""
+    """Refuse settings that are not about execution: what the measured run computes is the workload's. `taken`: beginnings of the keys that
+    may be set."""
     for text in overrides:
         key, equals, _ = text.partition("=")
         known = knobs.find(key.strip())
@@ -177,7 +178,7 @@ def check_positions(name: str, source: shapes.Source, requests: Requests) -> Non
 
 
 def check_peers(options: BenchOptions, known: Sequence[str], device: torch.device) -> None:
-    """Peers exist and can run here, and options about a peer come with it."""
+    """Refuse peers that do not exist or cannot run here, and options about a peer that is not measured."""
     names = options.peers
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"--against {options.against}: unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
@@ -195,7 +196,7 @@ def check_peers(options: BenchOptions, known: Sequence[str], device: torch.devic
 
 
 def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
-    """The prompts of each step, as a run takes them."""
+    """Yield the prompts of each step, as a run takes them."""
     data = load_prompts(config.data.train, load_tokenizer(config.model), config.data)
     cursor, count = Cursor(), config.algorithm.prompts_per_step
     for _ in range(count_steps(config, data.steps_per_epoch(count))):
@@ -207,7 +208,8 @@ def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Refuse a file that is not a benchmark's. Try to open it, since more than permissions can prevent that. Leaves no new file behind."""
+    """Refuse a file that is not a benchmark's. Tries to open it, since more than permissions can prevent writing. Leaves no new file
+    behind."""
     if not file.parent.is_dir():
         raise UserError(f"{option} {file}: there is no folder {file.parent}. Make it first")
     refuse_foreign_json(file, "benchmark", f"{option} {file}")

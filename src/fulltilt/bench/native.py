@@ -1,8 +1,8 @@
-"""Our engine, built as a run builds it.
+"""fulltilt's engine, built as a run builds it.
 
 Enters: a job. Leaves: seconds of whole `generate` calls, the engine's statistics, milliseconds of a decode step by batch size, and the gap
-between its log-probs and the trainer's. Guaranteed: sizes come from the plan that a run would make; log-probs are always on; a response's
-length is unknown to the scheduler until it is reached.
+between its log-probs and the trainer's. Guaranteed: sizes come from the plan of such a run; log-probs are always on; a response's length is
+unknown to the scheduler until it is reached.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
 
 BATCHES = (1, 8, 16, 32, 128, 256, 512, 1024)  # sizes at which decode steps are timed
-PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # sizes at which the kernels are timed one by one, over this many steps
+PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # sizes at which the kernels are timed one by one, and the number of steps
 GAP_PROMPTS, GAP_SAMPLES = 16, 2  # prompts, and samples of each, whose log-probs are compared with the trainer's
 
 
-# In place of a tokenizer: no engine here turns tokens into text.
+# Used instead of a tokenizer: no engine here turns tokens into text.
 NO_TEXT: Any = SimpleNamespace(all_special_ids=(), decode=lambda *_, **__: "")
 
 
 def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models]:
-    """The worker that a run would have, and its models, over a model that need not be on disk: it either learns or samples. `longest`:
-    tokens of the longest sample to learn from, or of the longest prompt."""
+    """Make the worker of such a run, and its models, with a model that need not be on disk: the worker either trains or samples. `longest`:
+    tokens of the longest sample to train on, or of the longest prompt."""
     config, algorithm, fusing = job.config, build(job.config), Fusing(job.config, job.device)
     if job.source.folder:
         model = load_model(config.model, job.device, key="--model")
@@ -72,7 +72,7 @@ class Native:
         self.engine, self.limits, self.budgets = self.worker.engine, self.worker.engine.limits, self.worker.plan.budgets
         self.model, self.layers, self.fused = models.actor, models.layers, models.fused
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
-        self.groups: tuple[Group, ...] = ()  # those of the last pass
+        self.groups: tuple[Group, ...] = ()  # the groups of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far
 
     @property
@@ -80,7 +80,7 @@ class Native:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def run(self, requests: Requests) -> float:
-        """Seconds from the call to the last sample. Taking the cache's memory and giving it back are not counted."""
+        """Return the seconds from the call to the last sample. Allocating and freeing the cache's memory are not counted."""
         torch.set_num_threads(self.budgets.threads)
         self.engine.runner.acquire()
         if self.device.type == "cuda":
@@ -91,13 +91,13 @@ class Native:
         return seconds
 
     def release(self) -> None:
-        """Free memory for what is measured next."""
+        """Free memory for the next measurement."""
         self.engine.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def logprob_gap(self) -> dict[str, float]:
-        """The difference between the engine's and the trainer's log-probs, over some samples of the last pass."""
+        """Return the difference between the engine's and the trainer's log-probs, over some samples of the last pass."""
         self.engine.release()
         chosen = [(group.prompt, sample) for group in self.groups[:GAP_PROMPTS] for sample in group.samples[:GAP_SAMPLES]]
         rows = [
@@ -112,7 +112,8 @@ class Native:
         return {"mean_absolute": float(gaps.mean()), "largest": float(gaps.max()), "tokens": len(gaps)}
 
     def decode_steps(self) -> dict[str, Any]:
-        """Milliseconds of a decode step by batch size, the host's part included, at the workload's mean context; on CUDA its kernels."""
+        """Return the milliseconds of a decode step by batch size, the host's part included, at the workload's mean context; on CUDA also
+        its kernels."""
         engine, lengths = self.engine, list(self.requests.lengths.values())
         context = int(np.mean([len(prompt.ids) for prompt in self.requests.prompts]) + np.mean(lengths) / 2)
         block = self.limits.block_tokens
@@ -137,7 +138,7 @@ class Native:
                 engine.decoder.start(rows, sampling)
                 engine.decoder.launch(BURST)()
 
-            decode()  # captures, where steps are captured
+            decode()  # captures the steps, if they are captured
             milliseconds[str(size)] = 1e3 * median(timed(self.device, decode)[0] for _ in range(3)) / BURST
             if self.device.type == "cuda" and size in PROFILED:
                 engine.decoder.start(rows, sampling)
@@ -145,7 +146,7 @@ class Native:
         return {"decode_step_ms": {"context": context} | milliseconds, "decode_step_kernels": kernels or None}
 
     def step_cost(self) -> StepCost | str:
-        """The cost of a decode step for the roofline; or why its formula does not hold."""
+        """Return the cost of a decode step for the roofline; or why its formula does not hold."""
         text = self.model.config.get_text_config()
         if any(hasattr(module, "num_experts") for module in self.model.modules()):
             return "a mixture of experts: which weights a step reads depends on the tokens"
@@ -175,7 +176,7 @@ def sampling_of(requests: Requests) -> Sampling:
 
 
 def generate_all(engine: Engine, requests: Requests, device: torch.device) -> tuple[float, tuple[Group, ...]]:
-    """Seconds of a whole call, and its groups in prompt order. Every sample was checked to have its length."""
+    """Return the seconds of a whole call, and its groups in prompt order. The length of every sample is checked."""
     sampling = sampling_of(requests)
     with freeze_existing_objects():
         seconds, groups = timed(device, lambda: list(engine.generate(requests.prompts, sampling, requests.seed, requests.lengths)))

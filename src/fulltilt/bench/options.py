@@ -1,4 +1,4 @@
-"""What the command line asks of a benchmark: one record, whose fields are the options with their help.
+"""Options of benchmarks on the command line: one record, whose fields are the options with their help.
 
 Enters: the values that were given. Leaves: `BenchOptions`. Guaranteed: imports no torch, so that help and mistakes are quick.
 """
@@ -29,8 +29,8 @@ DeviceName = Annotated[str | None, option("cuda|cpu", "Default: cuda where there
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What was asked for, as it was written. A benchmark takes some of these options, and may describe one in its own words. None: the
-    default of the device."""
+    """Options of benchmarks, as they were written. A benchmark takes some of them, and may describe one in its own words. None: the
+    device's default."""
 
     run: RunFile = Path()
     overrides: Annotated[
@@ -80,7 +80,7 @@ class BenchOptions:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The values of max_num_seqs; none: the default. Example: "256,512" -> (256, 512)"""
+        """Return the values of max_num_seqs; an empty tuple: the default. Example: "256,512" -> (256, 512)"""
         found = split(self.vllm_grid or "")
         if self.vllm_grid is not None and not (found and all(re.fullmatch(r"[1-9]\d*", word) for word in found)):
             raise UserError(f"--vllm-grid {self.vllm_grid}: give whole numbers above 0, with commas between them, for example 512,1024")

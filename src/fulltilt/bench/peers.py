@@ -1,11 +1,11 @@
-"""Other systems: their drivers, and the processes of their own that measured programs run in, so that their memory is free afterwards.
+"""Other systems: their drivers, and the separate processes in which measured programs run, so that their memory is freed afterwards.
 
 Enters: a peer's name, or a program and, for a peer, a request. Leaves: the peer's driver, a started process, or the peer's answer.
-Guaranteed: where drivers are missing, the error says how to get them; no process outlives the call, nor the caller, however that ends; an
-answer is complete or missing; a failure is in the answer under "error", with the end of the log where the process died silently.
+Guaranteed: if drivers are missing, the error says how to get them; no process outlives the call, nor the caller, however that ends; an
+answer is complete or missing; a failure is in the answer under "error", with the end of the log if the process died silently.
 
-A script calls `serve(run)`, where `run(request, answer)` fills the answer, and calls `wait_for_turn()` if peers start together.
-`python -m fulltilt.bench.peers PROGRAM ...` runs a script or a module and ends it with its parent: what `start` starts.
+A script calls `serve(run)`, where `run(request, answer)` fills the answer, and calls `wait_for_turn()` if peers start together. `python -m
+fulltilt.bench.peers PROGRAM ...` runs a script or a module and ends it with its parent; this is the command of `start`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fulltilt.observe.metrics import write_whole
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_BENCHMARKS"
-LIMIT_S = 3600.0  # for one start with all that is measured
+LIMIT_S = 3600.0  # most seconds for one start with all its measurements
 LOG_LINES = 12
-LOOK_S = 0.05  # between looks at a flag
+LOOK_S = 0.05  # seconds between checks of a flag
 LOOK_AT_PARENT_S = 1.0
 READY, TURN = "ready", "turn"  # files beside the answer whose presence is a signal between the two processes
-# Offline, and sampling without a compiler: vLLM's sampler of choice is built with nvcc where it is missing, for top-k and top-p only.
+# Offline, and sampling without a compiler: if vLLM's preferred sampler, which only top-k and top-p use, is missing, it is built with nvcc.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -44,13 +44,13 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_
 
 
 def benchmark(name: str) -> ModuleType:
-    """The module of `fulltilt bench NAME`: in this package, or, where it compares whole runs with other systems', in `benchmarks/`."""
+    """Return the module of `fulltilt bench NAME`: in this package, or in `benchmarks/` if it compares whole runs with other systems'."""
     inside = f"fulltilt.bench.{name}"
     return importlib.import_module(inside) if importlib.util.find_spec(inside) else load(name)
 
 
 def load(name: str) -> ModuleType:
-    """benchmarks/NAME.py of the folder that the variable names, or of this checkout."""
+    """Load benchmarks/NAME.py from the folder that the variable names, or from this checkout."""
     file = Path(os.environ.get(VARIABLE) or Path(__file__).parents[3] / "benchmarks") / f"{name}.py"
     if not file.is_file():
         raise UserError(
@@ -68,7 +68,7 @@ def load(name: str) -> ModuleType:
 
 
 def installed(module: str) -> bool:
-    """A folder of that name in the current directory is not the package."""
+    """Return whether a package is installed. A folder of that name in the current directory does not count."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 
@@ -79,8 +79,8 @@ def installed(module: str) -> bool:
 def start(
     program: str | Path, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None, *, piped: bool = False
 ) -> subprocess.Popen[str]:
-    """A script's path or a module's name, in a session of its own, with this package importable even where it is not installed. `piped`:
-    standard output can be read line by line instead of going into the log."""
+    """Start a script by its path, or a module by its name, in a session of its own, with this package importable even if it is not
+    installed. `piped`: standard output can be read line by line instead of going into the log."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     with log.open("w", encoding="utf-8") as written:
         return subprocess.Popen(
@@ -91,8 +91,8 @@ def start(
 
 
 class Peer(contextlib.AbstractContextManager["Peer"]):
-    """A started process. Used as a context, none of its own processes is left afterwards. `folder`: a new one, for files and the log;
-    `defaults`: variables used where the environment has none."""
+    """A started process. After its use as a context, none of its own processes is left. `folder`: a new one, for files and the log;
+    `defaults`: variables used if the environment has none."""
 
     def __init__(self, script: Path, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> None:
         folder.mkdir(parents=True)
@@ -106,12 +106,12 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
         end_session(self.child)
 
     def wait_until_ready(self) -> None:
-        """Returns also when the process has ended or its time is up: `measure` reports which."""
+        """Wait until the process is ready. Returns also when it has ended or its time is up: `measure` reports which."""
         while self.child.poll() is None and not (self.folder / READY).exists() and time.monotonic() - self.begin < LIMIT_S:
             time.sleep(LOOK_S)
 
     def measure(self, limit_s: float | None = None) -> dict[str, Any]:
-        """Let it work, and return its answer."""
+        """Let the process work, and return its answer."""
         (self.folder / TURN).touch()
         limit_s = limit_s or LIMIT_S
         try:
@@ -127,7 +127,7 @@ class Peer(contextlib.AbstractContextManager["Peer"]):
 
 
 def end_session(child: subprocess.Popen[str]) -> None:
-    """The child's own processes hold the device's memory: none may outlive the one that started them."""
+    """Kill the child and its own processes: these hold the device's memory and must not outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -149,7 +149,7 @@ def wait_for_turn() -> None:
 
 
 def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
-    """Answer the request. What `run` had put into the answer before it failed is kept."""
+    """Answer the request. Entries that `run` had put into the answer before it failed are kept."""
     asked, answered = map(Path, sys.argv[1:])
     answer: dict[str, Any] = {}
     try:
@@ -161,7 +161,7 @@ def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
 
 
 def end_with_parent() -> None:
-    """A parent that was killed could not end this session, which would hold the device for nobody."""
+    """End this session with its parent: a parent that was killed could not end it, and it would hold the device for nothing."""
     parent = os.getppid()
 
     def watch() -> None:

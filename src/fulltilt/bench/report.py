@@ -1,4 +1,4 @@
-"""What a benchmark reports: where and how it was measured, progress while it runs, and the parts of a table for people.
+"""Reports of benchmarks: where and how they were measured, progress while they run, and the parts of a table for people.
 
 Enters: a finished document, or a line of progress. Leaves: text. Guaranteed: nothing here is written to standard output.
 """
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """Everything needed to repeat a measurement."""
+    """Return everything that is needed to repeat a measurement."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     packages = {name: found.version for name in PACKAGES for found in importlib.metadata.distributions(name=name)}
     return {
@@ -50,7 +50,7 @@ def origin(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file is in, marked if files differ from it; None outside a checkout."""
+    """Return the commit of the checkout that this file is in, marked if files differ from it; None outside a checkout."""
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
@@ -60,8 +60,8 @@ def commit() -> str | None:
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Say]:
-    """Progress on standard error: one changing line on a terminal, lines elsewhere. It is drawn when something changes and not by a thread,
-    which would take time from what is measured."""
+    """Show progress on standard error: one changing line on a terminal, otherwise separate lines. It is drawn when something changes and
+    not by a thread, which would take time from the measurement."""
     console = rich.console.Console(stderr=True)
     if quiet:
         yield lambda text: None
@@ -98,26 +98,26 @@ def headline(found: Mapping[str, Any]) -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns side by side: the first and the last are words, the others numbers."""
+    """Align columns: the first and the last are words, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, *[str.rjust] * (len(widths) - 2), str.ljust]
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table_of(title: str, systems: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each system: its name, and its cells by their columns."""
+    """Return a line for each system: its name, and its cells by their columns."""
     return aligned([[title, *next(iter(systems.values()))], *([name, *cells.values()] for name, cells in systems.items())])
 
 
 def comparison(ratios: Mapping[str, float | None], sentence: str) -> list[str]:
-    """A line for each peer. `sentence` has places for its name and its ratio."""
+    """Return a line for each peer. `sentence` has places for its name and its ratio."""
     return [
         sentence.format(name=name, ratio=ratio) if ratio else f"{name} gave no figure to compare with" for name, ratio in ratios.items()
     ]
 
 
 def troubles(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Why ours decoded without CUDA graphs, if it did, and a line for each setting that failed, which is part of the result."""
+    """Return why fulltilt decoded without CUDA graphs, if it did, and a line for each setting that failed, which is part of the result."""
     reason = engines[OURS]["eager_reason"]
     return [
         *([f"{OURS} gave up CUDA graphs and decoded without them, slower: {reason}"] if reason else []),

@@ -1,7 +1,7 @@
-"""The benchmark of rollouts: our engine and its peers on the same requests, in one run.
+"""The benchmark of rollouts: fulltilt's engine and its peers on the same requests, in one run.
 
-Enters: `BenchOptions`. Leaves: one JSON-ready document: absolute figures of every engine, how many times faster ours is, what share of the
-roofline each reaches, how closely engine and trainer agree, and what is needed to repeat it. Guaranteed: mistakes are reported before
+Enters: `BenchOptions`. Leaves: one JSON-ready document: absolute figures of every engine, how many times faster fulltilt is, what share of
+the roofline each reaches, how closely engine and trainer agree, and what is needed to repeat it. Guaranteed: mistakes are reported before
 anything is measured; warm-up is outside the measured passes; in-process engines take turns, so that a slow moment of the computer does not
 fall on one of them; vLLM has the device to itself, except for this process's context and its own other starts, which wait.
 """
@@ -34,7 +34,7 @@ from fulltilt.words import many
 
 PEERS = ("vllm", "hf")
 SETTINGS = ("rollout.", "train.fused_layers", "train.compile")
-CUTS = (1, 2, 4)  # batches that the workload is cut into for transformers, each of which is tried
+CUTS = (1, 2, 4)  # numbers of batches into which the workload is cut for transformers; each is tried
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
@@ -51,7 +51,7 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     measured, facts = in_turns(job, say)
-    if "vllm" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
+    if "vllm" in job.options.peers:  # last: its starts take minutes, which must not be lost if fulltilt fails
         held, free = let_go(job.device), torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else None
         vllm: Measured = peers.load("peer_vllm").measure(job, facts["parameters"], facts["kv_bytes_per_token"], free, say)
         measured["vllm"] = replace(vllm, details={**vllm.details, "device_bytes_held_by_others": held})
@@ -60,7 +60,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
 
 
 def in_turns(job: BenchJob, say: Say) -> tuple[dict[str, Measured], dict[str, Any]]:
-    """Ours and the peer that runs in this process, and what is known of the model once it is loaded."""
+    """Measure fulltilt's engine and the peer that runs in this process. Returns them with facts about the loaded model."""
     (requests,) = job.requests
     say(f"{OURS}: loading {job.source.name}")
     native = Native(job)
@@ -83,7 +83,7 @@ def in_turns(job: BenchJob, say: Say) -> tuple[dict[str, Measured], dict[str, An
 class EnginePasses:
     """The passes of an engine in this process at one setting, and their seconds."""
 
-    trial: Timing  # the setting, and how it was tried
+    trial: Timing  # the setting, and the timing of its trial
     run: Callable[[Requests], float]
     release: Callable[[], None]
     seconds: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ class EnginePasses:
     def measure(self, requests: Requests) -> None:
         if requests.workload.per_token:
             self.prefill_seconds.append(self.run(requests.cut(1)))
-        self.seconds.append(self.run(requests))  # last, so that its samples are the ones that are looked at afterwards
+        self.seconds.append(self.run(requests))  # last, so that its samples are the ones that are examined afterwards
         self.release()
 
     def timing(self) -> Timing:
@@ -103,14 +103,14 @@ class EnginePasses:
 
 
 def try_transformers(job: BenchJob, native: Native, say: Say) -> list[EnginePasses]:
-    """Try every setting of transformers' generate once. A setting has the samples of a batch (prompts with all their samples) and, on a
-    CPU, where they matter, torch's threads."""
+    """Try every setting of transformers' generate once. A setting has the number of samples of a batch (prompts with all their samples)
+    and, on a CPU, where it matters, the number of torch's threads."""
     native.release()
     (asked,), device = job.requests, job.device
     engine = HfEngine(shapes.theirs(job.source, device, job.dtype), NO_TEXT, frozenset(), len(asked.lengths))
 
     def run(requests: Requests, setting: Mapping[str, int]) -> float:
-        """Seconds for all requests, batch after batch."""
+        """Return the seconds for all requests, batch after batch."""
         if "threads" in setting:
             torch.set_num_threads(setting["threads"])
         engine.max_seqs = setting["batch"]
@@ -131,12 +131,12 @@ def try_transformers(job: BenchJob, native: Native, say: Say) -> list[EnginePass
 
 
 def quickest(tried: Sequence[EnginePasses]) -> list[EnginePasses]:
-    """The one whose trial took the least time, if any worked."""
+    """Return the setting whose trial took the least time, if any worked."""
     return sorted((engine for engine in tried if engine.trial.trial_seconds), key=lambda engine: engine.trial.trial_seconds or 0.0)[:1]
 
 
 def hf_settings(requests: Requests, device: str, kv_bytes_per_token: int, kv_bytes: int | None) -> list[dict[str, int]]:
-    """Batches to try, whose cache may grow to at most `kv_bytes`."""
+    """Return the batches to try, whose cache may grow to at most `kv_bytes`."""
     workload = requests.workload
     per_prompt = workload.samples * requests.positions * kv_bytes_per_token
     most = workload.prompts if kv_bytes is None else max(1, kv_bytes // per_prompt)
@@ -145,7 +145,7 @@ def hf_settings(requests: Requests, device: str, kv_bytes_per_token: int, kv_byt
 
 
 def variants(best: Mapping[str, int]) -> list[dict[str, int]]:
-    """What else to try with the best batch: one thread, where their number is not given and a small model may gain by it."""
+    """Return what else to try with the best batch: one thread, if the number is not given and a small model may gain by it."""
     return [{**best, "threads": 1}] if best.get("threads", 1) > 1 and "OMP_NUM_THREADS" not in os.environ else []
 
 
@@ -177,13 +177,13 @@ def document(job: BenchJob, measured: dict[str, Measured], facts: dict[str, Any]
 
 
 def ratio(ours: Measured, theirs: Measured, requests: Requests) -> float | None:
-    """How many times faster ours is than the peer's best setting that gives log-probs."""
+    """Return how many times faster ours is than the peer's best setting with log-probs."""
     speeds = [timing.speed(requests) if timing else None for timing in (ours.best(requests), theirs.best(requests))]
     return speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
 
 
 def roofline_of(job: BenchJob, cost: roofline.StepCost | str) -> tuple[dict[str, Any] | None, str | None]:
-    """The bound, or why there is none."""
+    """Return the bound; or None with the reason."""
     if isinstance(cost, str):
         return None, cost
     bandwidth, flops, name = job.nominal("bandwidth"), job.nominal("flops"), device_name(job.device)
@@ -198,7 +198,7 @@ def roofline_of(job: BenchJob, cost: roofline.StepCost | str) -> tuple[dict[str,
 
 
 def table(found: dict[str, Any]) -> str:
-    """The document for people: the workload, one line for each engine, and notes."""
+    """Write the document for people: the workload, one line for each engine, and notes."""
     asked = found["workload"]
     prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
     lines = [

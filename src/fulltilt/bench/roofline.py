@@ -1,7 +1,7 @@
-"""What the hardware would allow: the least time that the decoding of some requests can take.
+"""The roofline: the least time in which a device can decode some requests.
 
-Enters: the lengths of all samples, the cost of a step of the model, the bandwidth and the arithmetic of a device. Leaves: seconds, and
-why there are none where there are none. Guaranteed: the formula of docs/bench.md and nothing else; no torch.
+Enters: the lengths of all samples, the cost of a step of the model, the bandwidth and the arithmetic of a device. Leaves: seconds, or why
+there are none. Guaranteed: the formula of docs/bench.md and nothing else; no torch.
 
     seconds = sum over decode steps of max((weights + KV read) / bandwidth, FLOPs / peak)
 
@@ -26,7 +26,7 @@ class Device:
     flops: float  # dense bfloat16 FLOP/s, nominal
 
 
-# By the name that the driver gives; the first that is found in it counts.
+# By the driver's name; the first pattern that matches counts.
 DEVICES = {own.driver: Device(own.hbm, own.flops) for own in ACCELERATORS if own.driver}
 
 
@@ -34,9 +34,9 @@ DEVICES = {own.driver: Device(own.hbm, own.flops) for own in ACCELERATORS if own
 class StepCost:
     """The cost of one decode step with B samples whose contexts (prompt and response so far) have T tokens together."""
 
-    weight_bytes: int  # read once a step, however many samples
-    kv_bytes_per_token: int  # read for each of the T
-    flops_per_sample: float  # two for every weight that a token is multiplied with
+    weight_bytes: int  # read once a step, whatever the number of samples
+    kv_bytes_per_token: int  # read for each of the T tokens
+    flops_per_sample: float  # two for every weight by which a token is multiplied
     flops_per_context_token: float  # scores and weighted sums of attention
 
 
@@ -45,7 +45,8 @@ def device_named(name: str) -> Device | None:
 
 
 def decode_steps(prompts: Sequence[int], responses: Sequence[int], most_tokens: int | None = None) -> Iterator[tuple[int, int]]:
-    """Batch and context tokens of each step. A sample's first token comes from its prefill. `most_tokens`: that the KV cache holds."""
+    """Yield batch and context tokens of each step. A sample's first token comes from its prefill. `most_tokens`: capacity of the KV
+    cache."""
     prompt, response = np.array(prompts, dtype=np.int64), np.array(responses, dtype=np.int64)
     drawn = np.ones(len(prompt), dtype=np.int64)
     while True:

@@ -1,8 +1,8 @@
-"""What the collectives of a step cost at sizes that nobody can try here: the tables of docs/scaling.md.
+"""The cost of a step's collectives at sizes that cannot be tried here: the tables of docs/scaling.md.
 
 Enters: nothing; devices and the work of a step are in this file. Leaves: five tables on standard output, in Markdown. Guaranteed: bytes are
-those of parallel/traffic.py and parallel/holdings.py, which equal what is counted; what `auto` chooses is that of the plan; arithmetic is
-that of batching/cost.py, and of decoding that of bench/roofline.py; nothing is loaded or measured.
+those of parallel/traffic.py and parallel/holdings.py, which equal the counted ones; the choices of `auto` are the plan's; arithmetic is
+that of batching/cost.py, and for decoding that of bench/roofline.py; nothing is loaded or measured.
 
     python -m fulltilt.bench.scaling
 """
@@ -51,11 +51,11 @@ MODELS = ("0.5B", "7B", "32B", "70B")
 WITH_EXPERTS = "Qwen3-30B-A3B"
 GPUS = (8, 64, 1024)
 OF_MACHINE = 8  # GPUs that NVLink joins
-NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives as many
+NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives at the same rate
 NETWORK = 400e9 / 8  # bytes per second of one adapter, in each direction
 MEMORY = int(141e9)  # bytes of an H200
 DEVICE = DEVICES[r"\bH200\b"]
-FLOPS, SHARE = DEVICE.flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
+FLOPS, SHARE = DEVICE.flops, 0.5  # FLOP/s of the device, and the share of it that passes reach
 LATENCY = 20e-6  # seconds of a small all-reduce between GPUs of a machine (nccl-tests)
 PROMPTS, SAMPLES, PROMPT, RESPONSE, UPDATES = 512, 512 * 16, 512, 1536, 4  # prompts and samples of a step, tokens of each, optimizer steps
 ITEMSIZE, GRADIENT = 2, 4  # bytes of a number in bfloat16, and of its gradient
@@ -66,8 +66,8 @@ LONG_MODELS, LONG_TOKENS, LONG_RECOMPUTE = ("7B", "32B"), (32768, 131072), Recom
 
 @dataclass(frozen=True)
 class Scale:
-    """One model on some GPUs, in groups that share micro-batches (Ulysses) or layers (tensor parallelism); `sharding` says what GPUs with
-    the same part of every layer share out, and among how many experts are divided."""
+    """One model on some GPUs, in groups that share micro-batches (Ulysses) or layers (tensor parallelism). `sharding` says what GPUs with
+    the same part of every layer shard, and among how many experts are divided."""
 
     model: str
     sharding: Sharding
@@ -89,34 +89,35 @@ class Scale:
 
     @cached_property
     def held_bytes(self) -> int:
-        """Bytes on each GPU in an update, activations aside."""
+        """Bytes on each GPU in an update, without activations."""
         twin = rollout_bytes(self.sizes, self.sharding)
         return held_bytes(self.sizes, self.sharding).total + passing_bytes(self.sizes, self.sharding, ITEMSIZE) + twin
 
     @cached_property
     def compute_s(self) -> float:
-        """Forward and backward passes over all samples of a step."""
+        """Seconds of the forward and backward passes over all samples of a step."""
         lengths = [PROMPT + RESPONSE] * SAMPLES
         flops = update_flops(ModelSize.of_shape(self.shape), lengths, SAMPLES * RESPONSE).total
         return flops / (self.gpus * FLOPS * SHARE)
 
     @cached_property
     def moved(self) -> Mapping[str, int]:
-        """Bytes of parameters and gradients."""
+        """Bytes of parameters and gradients that a GPU moves."""
         tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
-        # Micro-batches in an optimizer step: GPUs that share their tokens have a token budget each, GPUs that share layers one together.
+        # Micro-batches in an optimizer step: GPUs that share their tokens have a token budget each, GPUs that share layers have one
+        # together.
         passes = -(-tokens // (self.gpus // self.tensor * TOKEN_BUDGET["cuda"]))
         return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1, parts=self.sharding.experts)], self.sharding)
 
     @cached_property
     def group_traffic(self) -> Sequence[tuple[int, Mapping[str, int]]]:
-        """The size of each kind of group, of GPUs that share micro-batches, layers or experts, and the bytes that a GPU moves in it, of all
-        samples of a step. Each sample counts as a micro-batch by itself: only padding, and how often numbers of rows are sent, depends on
-        that. Routers send a GPU as many rows as it sends."""
+        """The size of each kind of group, of GPUs that share micro-batches, layers or experts, and the bytes that a GPU moves in it, for
+        all samples of a step. Each sample counts as a separate micro-batch: only padding, and how often numbers of rows are sent, depends
+        on that. Routers send a GPU as many rows as it sends."""
         samples, stream = SAMPLES * self.sequence * self.tensor // self.gpus, Stream.of([(PROMPT, RESPONSE)])
         part = max((stream.part(self.sequence, rank) for rank in range(self.sequence)), key=lambda own: own.results)
         found: list[tuple[int, Counter[str]]] = []
-        if self.sequence > 1:  # each has its own heads of the tokens
+        if self.sequence > 1:  # each has its own heads for all the tokens
             own = replace(self.shape, layers=tuple(map(LayerDivision(self.tensor).own, self.shape.layers)))
             found.append((self.sequence, ulysses_pass(own, self.sequence, ITEMSIZE, stream, "entropy", learns=True)))
         if self.tensor > 1:
@@ -133,13 +134,14 @@ class Scale:
 
     @cached_property
     def group_s(self) -> float:
-        """Time of the collectives within groups, which are on one machine."""
+        """Seconds of the collectives within groups, which are on one machine."""
         return sum(sent_bytes(moved, size) for size, moved in self.group_traffic) / NVLINK
 
     def collectives_s(self, adapters: int) -> float:
-        """`adapters`: to the network, of each machine. A ring passes through every machine once for each of its adapters, and through all
-        GPUs of the machine: the slower of the two links decides. Rings of GPUs with different parts of layers share the adapters. Groups of
-        a machine's GPUs use NVLink; what goes between groups goes through a GPU's own part of the adapters."""
+        """Return the seconds of all collectives. `adapters`: network adapters of each machine. A ring passes through every machine once for
+        each of its adapters, and through all GPUs of the machine: the slower of the two links decides. Rings of GPUs with different parts
+        of layers share the adapters. Groups of a machine's GPUs use NVLink; traffic between groups goes through a GPU's own part of the
+        adapters."""
         if self.sharding.shard == "hybrid":
             between = {"all-reduce": self.moved["all-reduce"]}
             inside = {kind: count for kind, count in self.moved.items() if kind not in between}
@@ -155,7 +157,7 @@ def role_of(shape: Shape) -> RoleFacts:
 
 
 def scales(model: str, gpus: int) -> Iterator[tuple[Scale, bool]]:
-    """The ways to share a model out, and whether `auto` chooses each."""
+    """Yield the ways to shard a model, and whether `auto` chooses each."""
     config = Config.model_validate({"model": {"path": model}, "data": {"train": "none"}})
     facts = Facts("cuda", MEMORY, 0, {"actor": role_of(Shape.named(model))}, 0, 1, sharding=Sharding(workers=gpus))
     chosen = choose_sharding(config, facts, OF_MACHINE)
@@ -191,8 +193,8 @@ def binding(scale: Scale) -> str:
 
 
 def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
-    """Groups that share micro-batches, layers or experts, by name, each with the first way to share out parameters that leaves a fifth of
-    a GPU free, or else with the one that takes least."""
+    """Yield groups that share micro-batches, layers or experts, by name, each with the first sharding that leaves a fifth of a GPU free, or
+    else with the one that takes least."""
     shape = Shape.named(model)
     for size in groups_of(shape):
         yield f"Ulysses {size}", first_that_fits(Scale(model, sharding, sequence=size) for sharding in shardings(gpus))
@@ -205,8 +207,8 @@ def layouts(model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
 
 
 def combined_layouts(shape: Shape, model: str, gpus: int) -> Iterator[tuple[str, Scale]]:
-    """Layouts with groups of two kinds. Where layers and experts are divided among the same GPUs, each of these has some of the experts
-    whole: what they move is what they move for parts of experts."""
+    """Yield layouts with groups of two kinds. If layers and experts are divided among the same GPUs, each has some of the experts whole:
+    the traffic is the same as for parts of experts."""
     for sequence, tensor in TOGETHER:
         if tensor in legal_sizes(shape) and sequence in legal_sequence_sizes(shape, OF_MACHINE // tensor, tensor):
             found = first_that_fits(Scale(model, sharding, sequence, tensor) for sharding in shardings(gpus, tensor))
@@ -220,13 +222,13 @@ def combined_layouts(shape: Shape, model: str, gpus: int) -> Iterator[tuple[str,
 
 
 def groups_of(shape: Shape) -> list[int]:
-    """How many GPUs of a machine may share a micro-batch."""
+    """Return how many GPUs of a machine may share a micro-batch."""
     legal = legal_sequence_sizes(shape, OF_MACHINE)
     return [size for size in GROUPS if size in legal]
 
 
 def shardings(gpus: int, tensor: int = 1) -> Iterator[Sharding]:
-    """Those of GPUs with the same part of every layer. A group of `hybrid` is those of a machine."""
+    """Yield the shardings among GPUs with the same part of every layer. A group of `hybrid` is within a machine."""
     workers, group = gpus // tensor, OF_MACHINE // tensor
     yield Sharding("optimizer", workers, workers)
     if group > 1 and gpus > OF_MACHINE:
@@ -241,7 +243,7 @@ def first_that_fits(given: Iterable[Scale]) -> Scale:
 
 
 def layouts_table() -> Iterator[str]:
-    """A row for each layout, with the numbers at 8, 64 and 1,024 GPUs side by side."""
+    """Yield a row for each layout, with the numbers at 8, 64 and 1,024 GPUs side by side."""
     heads = ["model", "layout", "`train.shard`", "held, GB", "moved within groups, GB", "moved for parameters, GB"]
     heads += ["passes, s", "collectives, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
     yield f"| {' | '.join(heads)} |"
@@ -265,7 +267,7 @@ def side_by_side(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class DividedRollout:
-    """The rollout of the step, by groups of GPUs that sample together. Beside the KV cache a GPU has its part of the parameters alone."""
+    """The rollout of the step, by groups of GPUs that sample together. Beside the KV cache a GPU has only its part of the parameters."""
 
     model: str
     members: int
@@ -277,12 +279,12 @@ class DividedRollout:
 
     @property
     def samples(self) -> int:
-        """The samples of a group."""
+        """Number of samples of a group."""
         return SAMPLES * self.members // self.gpus
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token on each member: where there are fewer key heads than members, several have the same one."""
+        """Bytes of a token's keys and values on each member: with fewer key heads than members, several have the same head."""
         own = replace(self.shape, layers=tuple(map(LayerDivision(self.members).own, self.shape.layers)))
         return own.kv_bytes_per_token(ITEMSIZE)
 
@@ -295,13 +297,14 @@ class DividedRollout:
 
     @property
     def waves(self) -> list[tuple[int, int]]:
-        """Samples that are decoded at once, one wave of them after another: how many samples, and how often."""
+        """Waves of samples that are decoded at once, one after another: how many samples, and how many such waves."""
         whole, rest = divmod(self.samples, self.at_once)
         return [(self.at_once, whole), *([(rest, 1)] if rest else [])]
 
     @cached_property
     def moved(self) -> Counter[str]:
-        """Each prompt goes through a prefill pass once, of whose results its samples' first tokens are drawn; CUDA graphs are there."""
+        """Bytes that a group moves. Each prompt goes through a prefill pass once, which gives the first tokens of all its samples; CUDA
+        graphs are captured already."""
         prompts = PROMPTS * self.members // self.gpus
         steps = [DecodePass([rows] * (times * (RESPONSE - 1))) for rows, times in self.waves]
         work = RolloutWork(
@@ -311,16 +314,16 @@ class DividedRollout:
 
     @property
     def steps(self) -> int:
-        """Decoding steps of a group."""
+        """Number of decode steps of a group."""
         return sum(times for _, times in self.waves) * (RESPONSE - 1)
 
     @property
     def latency_s(self) -> float:
-        """A step has an all-reduce behind the embedding and two in each layer, and gathers its logits."""
+        """Seconds of latency. A step has an all-reduce after the embedding and two in each layer, and gathers its logits."""
         return self.steps * (2 * len(self.shape.layers) + 2) * LATENCY
 
     def collectives_s(self, speed: float) -> float:
-        """`speed`: bytes per second of the link between members."""
+        """Return the seconds of the collectives. `speed`: bytes per second of the link between members."""
         return sent_bytes(self.moved, self.members) / speed
 
     @cached_property
@@ -330,7 +333,7 @@ class DividedRollout:
 
     @cached_property
     def decode_s(self) -> dict[str, float]:
-        """The least time that decoding can take, and how many of its steps reading from memory binds."""
+        """The least seconds of decoding, and how many of its steps are bound by reading memory."""
         found = Counter[str]()
         for rows, times in self.waves:
             steps = ((rows, rows * (PROMPT + drawn)) for drawn in range(1, RESPONSE))
@@ -339,7 +342,8 @@ class DividedRollout:
         return dict(found)
 
     def _step_cost(self, rows: int) -> StepCost:
-        """On each member. Of experts a step reads those that some sample is sent to, if routers choose evenly."""
+        """Return the cost of a step on each member. Of the experts, a step reads those that some sample is sent to, if routers choose
+        evenly."""
         size, shape, members = ModelSize.of_shape(self.shape), self.shape, self.members
         read = sum(shape.parameters_by_kind().values()) - (0 if shape.tied else shape.vocabulary * shape.width)
         for layer in shape.layers:
@@ -359,7 +363,7 @@ class DividedRollout:
 
 
 def rollouts_table() -> Iterator[str]:
-    """A row for each size of groups, with the numbers at 8, 64 and 1,024 GPUs side by side."""
+    """Yield a row for each size of groups, with the numbers at 8, 64 and 1,024 GPUs side by side."""
     heads = ["model", "`rollout.tensor_parallel`", "samples of a group", "at once", "moved, GB", "prefill and decoding, s"]
     heads += ["collectives on NVLink, s", "with 400 Gb/s, s", "latency, s", *(f"what binds at {gpus:,}" for gpus in GPUS)]
     yield f"| {' | '.join(heads)} |"
@@ -381,7 +385,7 @@ def rollouts_table() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LongSamples:
-    """A step of as many tokens as that of `Scale`, in samples of `tokens` tokens each, with recomputed layers."""
+    """A step with as many tokens as that of `Scale`, in samples of `tokens` tokens each, with recomputed layers."""
 
     model: str
     tokens: int
@@ -395,11 +399,11 @@ class LongSamples:
 
     @property
     def samples(self) -> int:
-        """The samples of an optimizer step."""
+        """Number of samples of an optimizer step."""
         return SAMPLES * (PROMPT + RESPONSE) // self.tokens // UPDATES
 
     def working_gpus(self, gpus: int) -> int:
-        """GPUs that have a part of a sample, in an optimizer step."""
+        """Return how many GPUs have a part of a sample, in an optimizer step."""
         return min(gpus, self.samples * self.sequence)
 
     @property
@@ -409,12 +413,12 @@ class LongSamples:
 
     @property
     def own_samples(self) -> int:
-        """The samples of an optimizer step on the GPUs that have most."""
+        """Samples of an optimizer step on the GPUs that have most."""
         return -(-self.samples // (self.gpus // self.sequence))
 
     @cached_property
     def activation_bytes(self) -> int:
-        """About what a micro-batch takes of each GPU, as the plan estimates it."""
+        """About the bytes of a micro-batch on each GPU, by the plan's estimate."""
         tokens = min(self.at_once, self.own_samples) * self.tokens // self.sequence
         return role_of(self.scale.shape).update_bytes(tokens, {"recompute": LONG_RECOMPUTE.kind})
 
@@ -425,7 +429,7 @@ class LongSamples:
 
     @cached_property
     def moved(self) -> int:
-        """Bytes that go around attention, and of results."""
+        """Bytes that are exchanged around attention, and bytes of results."""
         if self.sequence == 1:
             return 0
         stream = Stream.of([(PROMPT, self.tokens - PROMPT)])
@@ -438,7 +442,7 @@ class LongSamples:
 
     @cached_property
     def collectives_s(self) -> float:
-        """Those of parameters and gradients too, with an adapter for each GPU."""
+        """Return the seconds of collectives, with those of parameters and gradients, and an adapter for each GPU."""
         assert self.scale.sharding.shard != "hybrid" and self.gpus > OF_MACHINE
         passes = UPDATES * -(-self.own_samples // self.at_once)
         of_parameters = predict([RoleWork(self.scale.sizes, ITEMSIZE, UPDATES, passes, synced=1)], self.scale.sharding)
@@ -472,7 +476,8 @@ def in_seconds(seconds: float) -> str:
 
 
 def rows_table() -> Iterator[str]:
-    """Bytes of rows, each of which another worker than its holder computes with: old and reference log-probs, PPO's values, updates."""
+    """Yield the bytes of rows, each of which is computed by another worker than its holder: old and reference log-probs, PPO's values,
+    updates."""
     yield "| GPUs | samples on each | GRPO | PPO | PPO, 8 adapters | PPO, 1 adapter |"
     yield f"|{'---|' * 6}"
     for gpus in GPUS:

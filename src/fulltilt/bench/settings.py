@@ -1,11 +1,10 @@
-"""The benchmark of settings: whole GRPO steps under `auto` and under settings by hand, in turns, and what was predicted beside what was
-measured.
+"""The benchmark of settings: whole GRPO steps under `auto` and under settings by hand, in turns, with predictions beside measurements.
 
 Enters: `BenchOptions` with one `--try` for each setting by hand. Leaves: one JSON-ready document: for each setting seconds of a step, of
 its phases and peak memory, tokens/s against those of `auto`, and predictions of the run itself beside them; `table` makes it readable.
 Guaranteed: every setting makes the same steps from the same weights; settings take turns, so that a device that slows down slows all, and
-after the first turn those that are over a tenth slower than the best have none; one that fails is kept with its error and does not end the
-others; mistakes in settings are reported before weights are made.
+settings over a tenth slower than the best have only the first turn; one that fails is kept with its error and does not end the others;
+mistakes in settings are reported before weights are made.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from fulltilt.words import first_line, many
 
 AUTO = "auto"
 TURNS = {"cuda": 2, "cpu": 1}
-NEAR = 0.9  # a setting has another turn if it reaches this share of the best setting's tokens/s in its first
+NEAR = 0.9  # least share of the best setting's tokens/s in the first turn for which a setting has another turn
 PREDICTED = "predicted/"
 
 
 @dataclass(frozen=True, eq=False)
 class SettingsJob:
-    """The same steps under several settings. The first is `auto`: only what was set for all."""
+    """The same steps under several settings. The first is `auto`, with only what was set for all."""
 
     jobs: Mapping[str, BenchJob]
     turns: int
@@ -66,7 +65,7 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
             job = asked.jobs[name]
             say(f"turn {turn + 1} of {asked.turns}: {name}")
             found[name].append(measured(job, say))
-            say(in_words(name, found[name][-1]))  # what a run that is stopped would lose
+            say(in_words(name, found[name][-1]))  # an interrupted run would lose these results
     settings = {name: described(timings, tokens) for name, timings in found.items()}
     best = max((one["tokens_per_s"] or 0.0 for one in settings.values()), default=0.0)
     return {
@@ -83,7 +82,8 @@ def run(asked: SettingsJob, say: Say) -> dict[str, Any]:
 
 
 def worth_another_turn(found: Mapping[str, Sequence[StepTiming]]) -> list[str]:
-    """The settings that have another turn: `auto`, and those that are about as fast as the best. One that failed would fail again."""
+    """Return the settings that have another turn: `auto`, and those that are about as fast as the best. One that failed would fail
+    again."""
     good = {name: own for name, own in found.items() if not any(one.error for one in own)}
     seconds = {name: median(each for timing in own for each in timing.seconds) for name, own in good.items()}
     best = min(seconds.values(), default=0.0)
@@ -91,9 +91,9 @@ def worth_another_turn(found: Mapping[str, Sequence[StepTiming]]) -> list[str]:
 
 
 def measured(job: BenchJob, say: Say) -> StepTiming:
-    """Steps of one setting. What does not fit is a result, and what fails otherwise must not lose those of the others."""
+    """Measure the steps of one setting. Not fitting is a result, and other failures must not lose the results of the other settings."""
     try:
-        let_go(job.device)  # what the setting before has left
+        let_go(job.device)  # frees what the setting before has left
         return step.measure_ours(job, say)
     except Exception as error:
         if isinstance(error, UserError) or is_out_of_memory(error):
@@ -109,7 +109,7 @@ def in_words(name: str, timing: StepTiming) -> str:
 
 
 def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:
-    """What all turns of a setting gave together."""
+    """Return the results of all turns of a setting together."""
     seconds = [each for timing in timings for each in timing.seconds]
     last = timings[-1]
     peaks = [timing.peak_memory_bytes for timing in timings if timing.peak_memory_bytes is not None]
@@ -134,7 +134,7 @@ def described(timings: Sequence[StepTiming], tokens: int) -> dict[str, Any]:
 
 
 def predictions(metrics: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """What the run predicted of its steps, by the name of the metric that measures it."""
+    """Return what the run predicted for its steps, by the name of the metric that measures it."""
     found: dict[str, dict[str, float]] = {}
     for key in metrics[0] if metrics else ():
         name = key.removeprefix(PREDICTED)
@@ -145,7 +145,7 @@ def predictions(metrics: Sequence[Mapping[str, float]]) -> dict[str, dict[str, f
 
 
 def errors(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """How far predictions were from measurements, by metric, over all settings: in the mean, and at worst."""
+    """Return the relative differences between predictions and measurements, by metric, over all settings: the mean and the worst."""
     by_name: dict[str, list[float]] = {}
     for one in found:
         for name, pair in one.items():
@@ -158,7 +158,7 @@ def errors(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The document for people."""
+    """Write the document for people."""
     asked, steps, settings = found["workload"], found["steps"], found["settings"]
     lines = [
         report.headline(found),

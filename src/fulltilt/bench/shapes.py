@@ -1,8 +1,8 @@
-"""The models that are measured: named shapes with random weights, or a folder.
+"""The measured models: named shapes with random weights, or a folder.
 
 Enters: a name or a path, a device. Leaves: a model with random weights or as transformers alone runs it, and a folder that other engines
 read its configuration from. Guaranteed: nothing is downloaded; weights of a named shape are made on the device from a seed and are the same
-for every engine that takes them; bfloat16 on CUDA, float32 on CPU.
+for every engine that uses them; bfloat16 on CUDA, float32 on CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS_SEED = 0
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from."""
+    """The source of a model."""
 
     name: str
     config: PreTrainedConfig = field(compare=False)
@@ -40,9 +40,9 @@ class Source:
 
 
 def find(name: str) -> Source:
-    """A named shape, or the folder at that path."""
+    """Return a named shape, or the folder at that path."""
     if name in SHAPES:
-        # The class by name: engines that read the configuration alone choose their model by it.
+        # The class by name: engines that read only the configuration choose their model by it.
         own = SHAPES[name]
         return Source(name, AutoConfig.for_model(**own, architectures=[CLASSES[own["model_type"]]]))
     folder = Path(name)
@@ -55,7 +55,7 @@ def find(name: str) -> Source:
 
 
 def theirs(source: Source, device: torch.device, dtype: str = "auto") -> PreTrainedModel:
-    """The model as transformers alone runs it, with its own fused attention."""
+    """Load the model as transformers alone runs it, with its own fused attention."""
     if not source.folder:
         return random_model(source, device, "sdpa", dtype)
     transformers_logging.disable_progress_bar()
@@ -65,7 +65,7 @@ def theirs(source: Source, device: torch.device, dtype: str = "auto") -> PreTrai
 
 def random_model(source: Source, device: torch.device, attention_name: str, dtype: str = "auto") -> PreTrainedModel:
     torch.manual_seed(WEIGHTS_SEED)
-    # A copy, for a model keeps the configuration it is given and reads from it which attention to run.
+    # A copy, because a model keeps its configuration and reads from it which attention to run.
     config = copy.deepcopy(source.config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=choose_dtype(dtype, device), attn_implementation=attention_name)
@@ -73,7 +73,7 @@ def random_model(source: Source, device: torch.device, attention_name: str, dtyp
 
 
 def write_config(source: Source, device: torch.device, folder: Path) -> None:
-    """Write what a named shape is into a folder, for engines in other processes. It has no weights."""
+    """Write the configuration of a named shape into a folder, for engines in other processes. The folder has no weights."""
     if source.folder is None:
         source.config.dtype = choose_dtype("auto", device)
         source.config.save_pretrained(folder)

@@ -1,9 +1,9 @@
-"""The benchmark of whole steps: GRPO steps of ours and of TRL, on the same prompts with the same lengths, in one run.
+"""The benchmark of whole steps: GRPO steps of fulltilt and of TRL, on the same prompts with the same lengths, in one run.
 
-Enters: `BenchOptions`. Leaves: one JSON-ready document: seconds of a step and of its phases, peak memory, how many times faster ours is,
-and what is needed to repeat it; `table` makes it readable. Guaranteed: mistakes are reported before weights are made; both systems read one
-model folder, one file of prompts and one reward; every response has the same number of tokens and none stops earlier; steps that warm up
-are reported apart; TRL has the device to itself, except for this process's context.
+Enters: `BenchOptions`. Leaves: one JSON-ready document: seconds of a step and of its phases, peak memory, how many times faster fulltilt
+is, and what is needed to repeat it; `table` makes it readable. Guaranteed: mistakes are reported before weights are made; both systems read
+one model folder, one file of prompts and one reward; every response has the same number of tokens and none stops earlier; warm-up steps are
+reported separately; TRL has the device to itself, except for this process's context.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}
-WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations
+WARM_UP = 1  # steps that are reported separately: captures, compilation, first allocations
 SETTINGS = ("rollout.", "train.", "actor.", "run.probe")
 GIB = 2**30
 END = "<|endoftext|>"  # also the padding token
@@ -69,14 +69,14 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
 
 
 def step_tokens(job: BenchJob) -> tuple[int, ...]:
-    """Tokens of each step: prompts, once for every sample, and responses."""
+    """Return the tokens of each step: prompts, once for every sample, and responses."""
     samples = job.requests[0].workload.samples
     return tuple(requests.tokens + samples * sum(len(prompt.ids) for prompt in requests.prompts) for requests in job.requests)
 
 
 @cache
 def make_language(vocabulary: int) -> tuple[list[str], dict[str, int], list[tuple[str, str]]]:
-    """The words that prompts are made of, each of which is one token, and the tokens and merges of their tokenizer: byte pairs, as
+    """Return the words that prompts are made of, each of which is one token, and the tokens and merges of their tokenizer: byte pairs, as
     transformers expects them beside a Qwen2 model, as many tokens as the model has. A word is one character of four bytes that no text has;
     its first two and three bytes are tokens too, from which it is merged."""
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,7 +98,7 @@ def make_language(vocabulary: int) -> tuple[list[str], dict[str, int], list[tupl
 
 
 def measure_ours(job: BenchJob, say: Say) -> StepTiming:
-    """Steps of a run, without the checkpoint at its end."""
+    """Measure the steps of a run, without the checkpoint at its end."""
     say(f"{OURS}: loading {job.source.name}")
     config, begin = job.config, time.perf_counter()
     parts = assemble(config, probe=prober_for(config))
@@ -139,7 +139,7 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
 
 
 def make_steps(job: BenchJob, parts: RunParts, predictions: Foreseen, say: Say) -> list[tuple[float, Mapping[str, float]]]:
-    """Seconds and metrics of each step, with what the run predicts of them."""
+    """Return the seconds and metrics of each step, with the run's predictions for them."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
     run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
     with freeze_existing_objects():
@@ -151,7 +151,8 @@ def make_steps(job: BenchJob, parts: RunParts, predictions: Foreseen, say: Say) 
 
 
 def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
-    """Every response gets its number of tokens, whatever they are; the scheduler learns it when it is reached."""
+    """Let the engine give every response its number of tokens, whatever the tokens are; the scheduler learns the length when it is
+    reached."""
     engine = parts.worker.engine
     assert isinstance(engine, NativeEngine)
     workload = job.requests[0].workload
@@ -165,7 +166,7 @@ def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
 
 
 def one_step(job: BenchJob, run: Run, step: int, say: Say) -> tuple[float, Mapping[str, float]]:
-    """Seconds from the prompts to the last kernel of the update, and metrics."""
+    """Return the seconds from the prompts to the last kernel of the update, and metrics."""
     say(f"{OURS}: step {step} of {run.parts.plan.steps}")
     run.console.begin_step(step)
     seconds, metrics = timed(job.device, lambda: run.rl_step(step))
@@ -182,7 +183,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     parameters = write_model(job, say)
     found = {OURS: [measure_ours(job, say)]}
-    if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
+    if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost if fulltilt fails
         trl, held = peers.load("peer_trl"), let_go(job.device)
         task = trl.TrlTask(job, job.scratch / "trl", response_tokens=job.requests[0].longest_response, held_by_others=held or 0)
         found["trl"] = trl.measure_steps(task, say)
@@ -190,7 +191,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
 
 
 def write_model(job: BenchJob, say: Say) -> int:
-    """Make the model that all systems and settings read. Returns its number of parameters."""
+    """Write the model that all systems and settings read. Returns its number of parameters."""
     say(f"making {job.source.name} with random weights")
     transformers_logging.disable_progress_bar()
     model = shapes.random_model(job.source, job.device, "sdpa")
@@ -225,7 +226,7 @@ def document(job: BenchJob, found: Mapping[str, Sequence[StepTiming]], parameter
 
 
 def times(theirs: float | None, ours: float | None) -> float | None:
-    """How many times as much the peer takes as ours."""
+    """Return how many times as long the peer takes as fulltilt."""
     return theirs / ours if theirs and ours else None
 
 
@@ -233,7 +234,7 @@ def times(theirs: float | None, ours: float | None) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The document for people."""
+    """Write the document for people."""
     asked = found["workload"]
     prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
     lines = [

@@ -1,9 +1,9 @@
 """The benchmark of updates: forward and backward over samples of known lengths, then the optimizer step.
 
-Enters: `BenchOptions`. Leaves: one JSON-ready document: tokens/s, the share of the device's arithmetic that forward and backward get,
+Enters: `BenchOptions`. Leaves: one JSON-ready document: tokens/s, the share of the device's arithmetic that forward and backward reach,
 seconds of the optimizer step, memory by kind, kernels by time, and what is needed to repeat it. Guaranteed: mistakes are reported before
-anything loads; model, batching, loss and optimizer are those of the worker that a run would have; warm-up is outside the measured passes;
-FLOPs are counted by batching/cost.py, whatever is recomputed or padded.
+anything loads; model, batching, loss and optimizer are those of a run's worker; warm-up is outside the measured passes; FLOPs are counted
+by batching/cost.py, whatever is recomputed or padded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fulltilt.words import in_bytes, many
 
 PHASE = "update-actor"
 SETTINGS = ("train.", "actor.token_budget", "actor.dynamic_batch", "actor.micro_batch", "algorithm.entropy_coef")
-PROFILED = 2  # micro-batches whose kernels are timed one by one: the largest
+PROFILED = 2  # number of the largest micro-batches whose kernels are timed one by one
 SHOWN, NAME_WIDTH = 15, 90  # kernels in the table for people, and letters of their names
 
 
@@ -42,7 +42,7 @@ prepare = partial(resolve, settings=SETTINGS)
 
 
 class Update:
-    """The worker of a run that makes this update, the samples of the update, and what was measured of each pass, the warm-up first."""
+    """The worker of a run that makes this update, the samples of the update, and the measurements of each pass, the warm-up first."""
 
     def __init__(self, job: BenchJob) -> None:
         self.device = job.device
@@ -72,7 +72,7 @@ class Update:
         self.memory.append(self.account.take()[PHASE])
 
     def kernels(self) -> dict[str, Any]:
-        """Where the time goes, in the largest micro-batches and in an optimizer step with their gradients."""
+        """Return where the time goes, in the largest micro-batches and in an optimizer step with their gradients."""
         largest = MiniBatch(self.batch.micro_batches[:PROFILED], self.batch.trained_tokens)
         self.trainer.optimizer.begin(0)
         seconds, _ = timed(self.device, lambda: self.trainer.accumulate(largest))
@@ -86,7 +86,8 @@ class Update:
 
 
 def make_rows(requests: Requests, vocabulary: int) -> list[Row]:
-    """Samples as the trainer would see them. Their log-probs are those of a uniform distribution, as of a model with random weights."""
+    """Return samples in the form that the trainer gets. Their log-probs are those of a uniform distribution, like those of a model with
+    random weights."""
     random = np.random.default_rng(requests.seed)
     rows = []
     for (uid, _), tokens in requests.lengths.items():
@@ -199,7 +200,7 @@ def figures(found: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Memory by kind, and why figures are missing."""
+    """Return memory by kind, and why figures are missing."""
     held = {"peak": found["peak_memory_bytes"], **found["memory_bytes"]}
     lines = ["memory: " + ", ".join(f"{name} {in_bytes(count)}" for name, count in held.items() if count is not None)]
     if any(found["host_memory_bytes"].values()):

@@ -1,8 +1,8 @@
-"""What a benchmark asks of an engine or a run.
+"""Workloads: the requests of a benchmark to an engine or a run.
 
 Enters: a workload, a seed, a vocabulary. Leaves: `Requests`, prompts as token ids and the number of tokens that each sample gets.
-Guaranteed: the lengths are quantiles of a stated distribution in an order drawn from the seed, so their mean is the same for every
-seed; the same seed gives the same requests on every computer and for every engine.
+Guaranteed: the lengths are quantiles of a stated distribution in an order drawn from the seed, so their mean is the same for every seed;
+the same seed gives the same requests on every computer and for every engine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from fulltilt.records import Prompt
 
 GIB = 2**30
-WARM_UP_TOKENS = 16  # tokens of each sample, where warming up with a whole pass would take too long
+WARM_UP_TOKENS = 16  # tokens of each sample, if warming up with a whole pass would take too long
 
 
 @dataclass(frozen=True)
 class Even:
-    """Every length from `low` to `high` is equally frequent."""
+    """A distribution in which every length from `low` to `high` is equally frequent."""
 
     low: int
     high: int
@@ -34,7 +34,7 @@ class Even:
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Lognormal, cut to `low` and `high`: many short ones, few long ones, some at the limit, as responses are."""
+    """A lognormal distribution, cut to `low` and `high`: many short lengths, few long ones, some at the limit, as responses have."""
 
     median: float
     sigma: float
@@ -55,9 +55,9 @@ class Workload:
     samples: int  # drawn for each prompt
     prompt_tokens: Spread
     response_tokens: Spread
-    kv_bytes: int | None = None  # size of every engine's KV cache; None: each takes what it would
+    kv_bytes: int | None = None  # size of every engine's KV cache; None: each engine's default
     slow: bool = False  # passes take minutes: engines are warmed up with a few tokens a sample, vLLM is measured with log-probs only
-    per_token: bool = False  # compared by the time of one token with all samples decoding, prefill left out
+    per_token: bool = False  # compared by the time of one token with all samples decoding, without prefill
 
 
 WORKLOADS = {
@@ -83,7 +83,7 @@ STEP_WORKLOADS = {
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """What every engine gets, prompt after prompt. It learns a sample's length when it has drawn that many tokens."""
+    """Requests that every engine gets, prompt after prompt. An engine learns a sample's length when it has drawn that many tokens."""
 
     workload: Workload
     seed: int
@@ -100,7 +100,7 @@ class Requests:
 
     @property
     def longest_response(self) -> int:
-        """The limit that an engine must be ready for, not the longest of these."""
+        """The limit that an engine must be ready for, not the longest of these responses."""
         return self.workload.response_tokens.high
 
     @property
@@ -108,7 +108,8 @@ class Requests:
         return self.longest_prompt + self.longest_response
 
     def cut(self, tokens: int) -> Requests:
-        """The same with at most that many tokens for each sample. With 1, the prompts are prefilled and nothing is decoded."""
+        """Return the same requests with at most that many tokens for each sample. With 1, the prompts are prefilled and nothing is
+        decoded."""
         return replace(self, lengths={sample: min(length, tokens) for sample, length in self.lengths.items()})
 
     def warm_up(self) -> Requests:
@@ -145,6 +146,6 @@ def make_requests(workload: Workload, vocabulary: int, seed: int) -> Requests:
 
 
 def drawn(spread: Spread, count: int, random: np.random.Generator) -> np.ndarray:
-    """`count` lengths: the middles of as many equal shares of the distribution, shuffled."""
+    """Return `count` lengths: the middles of as many equal shares of the distribution, shuffled."""
     lengths = np.array([round(spread.quantile((place + 0.5) / count)) for place in range(count)], dtype=np.int64)
     return random.permutation(lengths)

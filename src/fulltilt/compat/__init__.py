@@ -1,1 +1,2 @@
-"""Configurations of other systems, verl's and ChatLearn's, as runs of ours: every key gets an answer, and none is ignored silently."""
+"""Translation of other systems' configurations, verl's and ChatLearn's, into runs of fulltilt: every key gets an answer, and none is
+ignored silently."""

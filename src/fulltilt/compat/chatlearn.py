@@ -1,6 +1,6 @@
 """ChatLearn's GRPO configurations, key by key: its FSDP and Megatron templates and the classes behind them.
 
-As in `verl`. ChatLearn counts samples where we count prompts, and GPUs over all machines.
+The table has the form of `verl`'s. ChatLearn counts samples where fulltilt counts prompts, and GPUs over all machines.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def budget(*ours: str) -> Conversion:
 
 
 def micro(section: str, *before: str) -> Conversion:
-    """Samples of a micro-batch, where they are not packed."""
+    """Return a conversion of the samples of a micro-batch, which count if samples are not packed."""
 
     def become(ask: Ask) -> Outcome:
         if packed(ask):
@@ -147,7 +147,7 @@ def data(ours: str) -> Conversion:
 
 
 def responses(ask: Ask) -> Outcome:
-    """ChatLearn's limit is one for prompt and response together."""
+    """Convert ChatLearn's limit, which is for prompt and response together."""
     longest = whole(ask.value)
     response = ask.read(f"{POLICY}.max_new_tokens", f"{POLICY}.max_response_tokens_length")
     tokens = longest if response is None else min(whole(response), longest) if ask.given else whole(response)
@@ -195,7 +195,8 @@ def recompute(ask: Ask) -> Outcome:
 
 
 def thinking(ask: Ask) -> Outcome:
-    """ChatLearn gives it to every chat template, whether that reads it or not; here what is not read is a mistake."""
+    """Convert `enable_thinking`. ChatLearn gives it to every chat template; here an argument that the template does not read is a
+    mistake."""
     path = str(ask.read(f"{POLICY}.load", f"{TRAINER}.load") or "")
     template = ask.theirs.seen.chat_template(path)
     if (template is not None and "enable_thinking" not in template) or (template is None and not ask.given and "qwen3" not in path.lower()):

@@ -1,4 +1,4 @@
-"""What `fulltilt verl` and `fulltilt chatlearn` are given, and what they show.
+"""Input and output of `fulltilt verl` and `fulltilt chatlearn`.
 
 Enters: the arguments of another system's command, or the path of its script or configuration. Leaves: a `Translation`, its table as text or
 JSON, and the run file as commented TOML. Guaranteed: nothing is executed or loaded; every mistake is a UserError.
@@ -38,10 +38,10 @@ DAPO: Mapping[str, Any] = {MANAGERS[0]: "dapo"}
 
 @dataclass(frozen=True)
 class Program:
-    """A trainer of verl's."""
+    """A trainer of verl's, with its table of keys."""
 
     table: Table
-    assumed: Mapping[str, Any]  # defaults that it has beside those of the table
+    assumed: Mapping[str, Any]  # its defaults beside those of the table
 
 
 PROGRAMS: Mapping[str, Program] = {
@@ -61,7 +61,7 @@ FILES = {
 }
 FILES["sft_trainer.py"] = "verl.trainer.sft_trainer"
 
-# verl's own configurations, by the names that --config-name gives, and what they have as defaults.
+# verl's own configurations, by the names for --config-name, with their defaults.
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "ppo_trainer": {},
     "ppo_megatron_trainer": MEGATRON,
@@ -80,7 +80,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 def from_verl(
     arguments: Sequence[str], seen: Surroundings, *, retune: bool = False, environment: Mapping[str, str] | None = None
 ) -> Translation:
-    """The run that verl's arguments ask for, or a script that starts verl with them."""
+    """Return the run that verl's arguments, or a script that starts verl with them, describe."""
     if not arguments:
         raise UserError("nothing to translate. Give the arguments of `python3 -m verl.trainer.main_ppo`, or a script that has them")
     is_script = Path(arguments[0]).suffix in SCRIPTS
@@ -115,7 +115,7 @@ def _script(
 
 
 def _command(words: list[str]) -> shell.Launch:
-    """Arguments with or without the command before them."""
+    """Separate the command from its arguments, if it is given with them."""
     for place, word in enumerate(words):
         if word == "-m" and place + 1 < len(words):
             before = [each for each in words[:place] if not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
@@ -128,7 +128,7 @@ def _command(words: list[str]) -> shell.Launch:
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Hydra's options (--config-name=..., also apart) and its overrides."""
+    """Return Hydra's options (--config-name=..., also as separate words) and its overrides."""
     options: dict[str, str] = {}
     rest: list[str] = []
     known = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
@@ -149,7 +149,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _configuration(options: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The keys of a configuration file of the user's own, and the defaults of the one of verl's that is beneath."""
+    """Return the keys of the user's own configuration file, and the defaults of verl's configuration beneath it."""
     name = options.get("name", "").removesuffix(".yaml").removesuffix(".yml").strip("'\"")
     if not name:
         return {}, {}
@@ -172,7 +172,7 @@ def _configuration(options: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[
 
 
 def _launcher(words: Sequence[str]) -> dict[str, Any]:
-    """The options of torchrun, ray and others, as keys of their own."""
+    """Return the options of torchrun, ray and other launchers, as keys of their own."""
     name = words[0].rpartition("/")[2] if words else ""
     prefix = "torchrun" if name in ("torchrun", "accelerate") else "launcher"
     found: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def _launcher(words: Sequence[str]) -> dict[str, Any]:
 def from_chatlearn(
     path: Path, arguments: Sequence[str], seen: Surroundings, *, retune: bool = False, environment: Mapping[str, str] | None = None
 ) -> Translation:
-    """The run that a configuration of ChatLearn's asks for, or a script that starts ChatLearn with it."""
+    """Return the run that a configuration of ChatLearn's, or a script that starts ChatLearn with it, describes."""
     notes: tuple[str, ...] = ()
     if path.suffix in SCRIPTS:
         launch = _script(path, arguments, environment, shell.CHATLEARN)
@@ -203,7 +203,7 @@ def from_chatlearn(
 
 
 def _configured(script: Path, words: Sequence[str]) -> tuple[Path, list[str]]:
-    """The configuration that a command of ChatLearn's names, and its overrides."""
+    """Return the configuration that a command of ChatLearn's names, and its overrides."""
     task, *rest = words or ("",)
     if task != "grpo":
         raise UserError(f"{script}: ChatLearn's {task or 'task'} is not built here. Known is grpo")
@@ -220,7 +220,7 @@ def _configured(script: Path, words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def overridden(translation: Translation, overrides: Sequence[str]) -> Translation:
-    """The translation with keys of the run file set by hand. Whether they go together is checked where the run starts."""
+    """Return the translation with keys of the run file set by hand. Whether they go together is checked at the start of the run."""
     values = dict(translation.values)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -234,10 +234,10 @@ def overridden(translation: Translation, overrides: Sequence[str]) -> Translatio
 
 
 def _without_useless(translation: Translation) -> Translation:
-    """The translation without what could do nothing beside the overrides, such as offloading where they name a CPU."""
+    """Return the translation without settings that have no effect beside the overrides, such as offloads on a CPU."""
     try:
         useless = {key: outcome for key, outcome in without_effect(config_of(translation)) if outcome.kind == "means nothing"}
-    except ValidationError:  # an override has a value that its key does not take, which is told where the run starts
+    except ValidationError:  # an override has a value that its key does not accept; the start of the run reports it
         return translation
     useless = {key: outcome for key, outcome in useless.items() if key in translation.values and translation.values[key].given}
     answers = []
@@ -251,7 +251,7 @@ def _without_useless(translation: Translation) -> Translation:
 
 
 def config_of(translation: Translation) -> Config:
-    """The run as a configuration, for its plan. What is missing has a value that no plan depends on."""
+    """Return the run as a configuration, for its plan. Missing keys have values that no plan depends on."""
     tables = translation.tables
     model, data = {"path": ".", **tables.get("model", {})}, {"train": ".", **tables.get("data", {})}
     return Config.model_validate({**{name: {} for name in sections()}, **tables, "model": model, "data": data})
@@ -263,7 +263,7 @@ TITLES = {"honoured": "honoured", "means nothing": "means nothing here", "refuse
 
 
 def shown(translation: Translation) -> str:
-    """The table of answers, kind by kind."""
+    """Write the table of answers, kind by kind."""
     blocks = []
     for kind in KINDS:
         answers = translation.of_kind(kind)
@@ -288,7 +288,7 @@ def _lines(answer: Answer) -> list[str]:
 
 
 def as_document(translation: Translation) -> dict[str, Any]:
-    """The same as JSON's types."""
+    """Return the same table in JSON's types."""
     return {
         "system": translation.system,
         "program": translation.program,
@@ -312,7 +312,7 @@ def as_document(translation: Translation) -> dict[str, Any]:
 
 
 def run_file(translation: Translation) -> str:
-    """The run as TOML, each key with where it comes from."""
+    """Write the run as TOML, each key with its source."""
     lines = [f"# A run of {translation.system}'s, translated. Check this file, then train: fulltilt train FILE --check"]
     lines += [f"# REFUSED, and not part of this file: {_comment(answer.assignment)}" for answer in translation.of_kind("refused")]
     told = [f"TO BE SET: {key}: {_comment(why)}" for key, why in translation.pending.items()]

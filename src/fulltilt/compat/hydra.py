@@ -1,8 +1,8 @@
 """Hydra's and OmegaConf's spellings, as verl's and ChatLearn's users write them: overrides, YAML files and interpolation.
 
 Enters: arguments such as `data.train_batch_size=64`, `+key=v`, `++key=v`, `~key`, or a YAML file. Leaves: a flat mapping of dotted keys to
-plain values, with `${key}`, `${oc.env:NAME,default}` and `${oc.select:key,default}` resolved. Guaranteed: nothing is executed; what cannot
-be read is a UserError that quotes it.
+plain values, with `${key}`, `${oc.env:NAME,default}` and `${oc.select:key,default}` resolved. Guaranteed: nothing is executed; unreadable
+text is a UserError that quotes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = re.compile(r"[\w@/-]+(?:\.[\w@/-]+)*")
 
 
 def overrides(arguments: list[str]) -> dict[str, Any]:
-    """The keys and values of Hydra's overrides, the last one of a key counting."""
+    """Return the keys and values of Hydra's overrides; the last value of a key counts."""
     found: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -42,7 +42,7 @@ def overrides(arguments: list[str]) -> dict[str, Any]:
 
 
 def flat(key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted key. An empty table is a value."""
+    """Yield every value with its dotted key. An empty table is a value."""
     if depth > MOST_DEPTH:
         raise UserError(f"{shortened(key, 100)}: tables are nested more than {MOST_DEPTH} deep")
     if isinstance(value, dict) and value:
@@ -56,7 +56,7 @@ def flat(key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str) -> Any:
-    """A value as Hydra reads it: null, true, numbers, quoted text, [lists] and {tables}; anything else is text."""
+    """Read a value as Hydra does: null, true, numbers, quoted text, [lists] and {tables}; anything else is text."""
     value, rest = _value(text, "", 0) if text[:1] in "[{'\"" and text else (scalar(text), "")
     return value if not rest.strip() else text
 
@@ -72,7 +72,7 @@ def scalar(text: str) -> Any:
 
 
 def _value(text: str, ends: str, depth: int) -> tuple[Any, str]:
-    """A value at the beginning of a text, up to one of `ends`, and what follows it."""
+    """Read a value at the beginning of a text, up to one of `ends`. Returns it with the text after it."""
     text = text.lstrip()
     if depth > MOST_DEPTH:
         raise UserError(f"{shortened(text, 100)}: lists are nested more than {MOST_DEPTH} deep")
@@ -93,7 +93,7 @@ def _value(text: str, ends: str, depth: int) -> tuple[Any, str]:
 
 
 def _bare_end(text: str, ends: str) -> int:
-    """Where unquoted text ends; what stands between `${` and `}` belongs to it."""
+    """Return where unquoted text ends; text between `${` and `}` belongs to it."""
     inside = 0
     for place, character in enumerate(text):
         if text.startswith("${", place):
@@ -131,7 +131,7 @@ def _items(text: str, end: str, depth: int) -> tuple[list[Any], str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The flat keys of a YAML file."""
+    """Return the flat keys of a YAML file."""
     try:
         if not path.is_file():
             raise UserError(f"{path}: no such file. Give the path of a YAML file")
@@ -154,7 +154,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A YAML value in Hydra's types: 2e-6, which YAML takes for text, is a number."""
+    """Return a YAML value in Hydra's types: 2e-6, which YAML reads as text, is a number."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if value == {}:
@@ -170,7 +170,7 @@ _INNERMOST = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")  # {} may be a default
 
 
 def resolved(given: Mapping[str, Any], default: Callable[[str], Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The values with interpolation resolved. `default`: the value of a key that was not given."""
+    """Return the values with interpolation resolved. `default`: returns the value of a key that was not given."""
     names = os.environ if environment is None else environment
 
     def whole(value: Any, key: str, depth: int) -> Any:
@@ -208,7 +208,7 @@ def resolved(given: Mapping[str, Any], default: Callable[[str], Any], environmen
             above = key.split(".")[: -(len(name) - len(name.lstrip(".")))]
             name = ".".join([*above, name.lstrip(".")])
         if name in given and given[name] is not REMOVED:
-            return whole(given[name], name, depth + 1)  # what is relative there is relative to where it stands
+            return whole(given[name], name, depth + 1)  # relative names there are relative to that key
         found = default(name)
         if found is None and missing is UserError:
             raise UserError(f"{key}: ${{{name}}} has no value here. Set {name}, or write the value out")

@@ -12,10 +12,10 @@ KINDS: tuple[Kind, ...] = ("honoured", "means nothing", "refused")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion finds for one key and value."""
+    """The result of a conversion for one key and value."""
 
     kind: Kind
-    why: str = ""  # arithmetic and notes for a key that is honoured; else why not, and what to use instead
-    sets: Mapping[str, Any] = field(default_factory=dict)  # our keys
-    performance: bool = False  # it is a performance setting, though it sets none of our keys
-    pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
+    why: str = ""  # arithmetic and notes for a key that is honoured; else the reason, and what to use instead
+    sets: Mapping[str, Any] = field(default_factory=dict)  # fulltilt's keys and their values
+    performance: bool = False  # whether it is a performance setting, even if it sets no key here
+    pending: Mapping[str, str] = field(default_factory=dict)  # fulltilt's keys whose values depend on data that is not here, and why

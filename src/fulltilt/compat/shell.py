@@ -2,8 +2,8 @@
 
 Enters: the text of a script, its arguments and environment variables. Leaves: `Launch`: the words before and after `-m MODULE` of the one
 command that starts a verl trainer. Guaranteed: no process is started; assignments, defaults (`${X:-y}`), arithmetic, arrays, functions,
-`if`, `case`, `&&` and `||` over values that are known are followed; a value that is not known (`$(...)`, a variable that is not set, one
-that a loop or an undecided condition sets) is refused, with its line, where the command needs it; so is a loop that starts a trainer.
+`if`, `case`, `&&` and `||` over known values are followed; an unknown value (`$(...)`, a variable that is not set, one that a loop or an
+undecided condition sets) is refused, with its line, if the command needs it; so is a loop that starts a trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fulltilt.words import shortened
 class Trainers:
     """The programs that a script may start."""
 
-    module: re.Pattern[str]  # behind `python3 -m`
+    module: re.Pattern[str]  # pattern of the module after `python3 -m`
     file: re.Pattern[str]
     example: str
 
@@ -51,8 +51,8 @@ NAME = r"[A-Za-z_]\w*"
 OVERRIDE = re.compile(r"[+~]*([\w@/-]+(?:\.[\w@/-]+)*)=")
 SETTING = ("read", "mapfile", "readarray", "getopts", "let", "printf", "unset")  # commands that may set or unset variables they name
 LOOPS = ("for", "while", "until", "select")
-MOST_CALLS = 30  # functions that call one another
-MAYBE = -1  # the status of a command that would have to be run
+MOST_CALLS = 30  # most nested calls of functions
+MAYBE = -1  # the status of a command that would have to be executed
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running the script would give."""
+    """A value that only executing the script would give."""
 
     line: int
     why: str
-    key: str = ""  # the key of verl whose value it is
-    unset: str = ""  # the variable that `unset` has taken away
+    key: str = ""  # the key of verl that gets the value
+    unset: str = ""  # the variable that `unset` has removed
 
     @property
     def told(self) -> str:
@@ -84,12 +84,12 @@ class NotKnown(Exception):
         self.unknown = unknown
 
     def needed(self, line: int) -> NotKnown:
-        """The same, for a condition that needs the value."""
+        """Return the same exception for a condition that needs the value."""
         return NotKnown(replace(self.unknown, why=f"{self.unknown.why}, and the condition in line {line} needs it"))
 
 
 class Ended(Exception):
-    """`exit` or `return`."""
+    """Raised by `exit` or `return`."""
 
     def __init__(self, line: int, word: str) -> None:
         self.line, self.word = line, word
@@ -97,7 +97,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Word:
-    text: str  # as it is written, quotes and all
+    text: str  # the word as written, with its quotes
     line: int
 
 
@@ -109,7 +109,7 @@ def wrong(line: int, text: str) -> UserError:
 
 
 def tokens(text: str) -> Iterator[Word]:
-    """Words and operators of a script; comments, line continuations and here-documents are left out."""
+    """Yield words and operators of a script; comments, line continuations and here-documents are left out."""
     place, line, start = 0, 1, True
     documents: list[str] = []
     while place < len(text):
@@ -131,7 +131,7 @@ def tokens(text: str) -> Iterator[Word]:
             line_end = text.find("\n", place)
             place = len(text) if line_end < 0 else line_end
         elif found := re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|>\||[<>])(?:&?\d+\b|-)?|;;&?|&&|\|\||[;&|()]").match(text, place):
-            if text.startswith(("<(", ">("), place):  # a word, whose value only running it would tell
+            if text.startswith(("<(", ">("), place):  # a word whose value only executing it would give
                 end = bracket_end(text, place + 1, line)
                 yield Word(text[place:end], line)
                 line += text.count("\n", place, end)
@@ -151,7 +151,7 @@ def tokens(text: str) -> Iterator[Word]:
 
 
 def word_end(text: str, place: int, line: int) -> int:
-    """Where a word ends: quotes and brackets of expansions keep spaces, and so does an array after `=`."""
+    """Return where a word ends: quotes and brackets of expansions keep spaces inside, and so does an array after `=`."""
     begin = place
     while place < len(text):
         character = text[place]
@@ -195,7 +195,7 @@ def quoted_end(text: str, place: int, line: int) -> int:
 
 
 def bracket_end(text: str, place: int, line: int) -> int:
-    """Where a bracket that opens at `place` is closed."""
+    """Return where the bracket that opens at `place` is closed."""
     opened, close, depth = text[place], {"(": ")", "{": "}"}[text[place]], 0
     while place < len(text):
         character = text[place]
@@ -236,26 +236,26 @@ _ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
 
 @dataclass
 class Script:
-    """A script as far as it was followed."""
+    """State of a script, as far as it was followed."""
 
     arguments: list[Any]  # texts, or Unknown
     environment: Mapping[str, str]
     trainers: Trainers = VERL
     variables: dict[str, Any] = field(default_factory=dict)  # text, list of texts and Unknown, or Unknown
     functions: dict[str, list[Word]] = field(default_factory=dict)
-    calls: int = 0  # functions that are being followed
-    added: frozenset[str] = frozenset()  # keys of the arguments behind the script
+    calls: int = 0  # number of functions that are being followed
+    added: frozenset[str] = frozenset()  # keys of the arguments after the script
     notes: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)  # environment variables that were read
-    passed_on: bool = False  # whether the script hands its arguments on
+    passed_on: bool = False  # whether the script passes its arguments on
 
     # ---- commands ------------------------------------------------------------------------------------------------------------------
 
     def follow(self, words: list[Word]) -> None:
         """Follow a list of commands."""
         place, status = 0, 0
-        joined = ""  # how a command hangs together with the one before
+        joined = ""  # the operator that joins a command to the one before it
         while place < len(words):
             word = words[place]
             if word.text in ("\n", ";", "&"):
@@ -269,11 +269,11 @@ class Script:
                 place, result = self._one(words, place, skip=skip or joined == "|")
                 if doubtful:
                     self._doubt(words[before:place])
-                kept = skip or (joined == "|" and status == MAYBE)  # as where the | of [[ X =~ a|b ]] divides it
+                kept = skip or (joined == "|" and status == MAYBE)  # the | of [[ X =~ a|b ]] divides it in this way
                 status = status if kept else result
 
     def _one(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
-        """Follow the command at a place. The place behind it, and its status."""
+        """Follow the command at an index. Returns the index after it, and its status."""
         word = words[place]
         if word.text in LOOPS:
             return self._loop(words, place, skip=skip)
@@ -301,7 +301,8 @@ class Script:
         return end, 0 if skip else self._simple(words[place:end])
 
     def _doubt(self, words: list[Word], reason: Unknown | None = None, seen: frozenset[str] = frozenset()) -> None:
-        """Commands that may be run or not: what they assign is not known, and they must start no trainer."""
+        """Follow commands that may or may not be executed: the variables that they assign become unknown, and they must start no
+        trainer."""
         line = words[0].line if words else 0
         for place, word in enumerate(words):
             for name in may_set(words, place):
@@ -315,7 +316,8 @@ class Script:
                 self._doubt(self.functions[word.text], reason, seen | {word.text})
 
     def _loop(self, words: list[Word], place: int, *, skip: bool) -> tuple[int, int]:
-        """A loop: left out where its condition does not hold at once, and else only allowed to set what the command does not need."""
+        """Follow a loop: skipped if its condition is false at once, otherwise only allowed to set variables that the command does not
+        need."""
         end, word = loop_end(words, place), words[place]
         body = next((at for at in range(place, end) if words[at].text == "do" and begins_command(words, at)), place)
         if skip or (word.text in ("while", "until") and self._decide(words[place + 1 : body], word.line)[0] is (word.text == "until")):
@@ -327,7 +329,7 @@ class Script:
         return end + 1, 0
 
     def _decide(self, condition: list[Word], line: int) -> tuple[bool | None, Unknown | None]:
-        """Whether a condition holds. None: it would have to be run, or needs a value that is not known."""
+        """Return whether a condition holds. None: it would have to be executed, or needs an unknown value."""
         try:
             return self._holds(condition, line), None
         except NotKnown as error:
@@ -372,7 +374,7 @@ class Script:
         return end + 1, 0
 
     def _holds(self, words: list[Word], line: int) -> bool | None:
-        """Whether a condition holds: tests, joined by && and ||. None: it would have to be run."""
+        """Return whether a condition holds: tests, joined by && and ||. None: it would have to be executed."""
         status: bool | None = True
         joined = ""
         place = 0
@@ -392,7 +394,7 @@ class Script:
                 while end < len(words) and words[end].text not in ("\n", ";", "&&", "||"):
                     end += 1
                 found = self._test(words[place:end], line)
-            decided = {"": True, "&&": False, "||": True}[joined]  # what either side settles the whole with
+            decided = {"": True, "&&": False, "||": True}[joined]  # the value of either side that decides the whole
             if joined and (status is decided or found is decided):
                 status = decided
             elif joined and (status is None or found is None):
@@ -427,7 +429,7 @@ class Script:
         return tested([self._known(word, line, default="") for word in inner], line)
 
     def _is_set(self, word: Word, line: int) -> bool:
-        """`[[ -v NAME ]]`."""
+        """Evaluate `[[ -v NAME ]]`."""
         name = self._known(word, line)
         if name.isdigit():
             return int(name) <= int(self._read("#", line))
@@ -441,7 +443,7 @@ class Script:
         return bool(value) if isinstance(value, list) else value is not None
 
     def _pattern(self, word: Word, line: int) -> re.Pattern[str]:
-        """The right side of `=~`: what is quoted stands for itself."""
+        """Return the right side of `=~` as a pattern: quoted text is literal."""
         text, place = word.text, 0
         parts: list[tuple[str, bool]] = []  # characters, and whether they were quoted
         while place < len(text):
@@ -458,7 +460,7 @@ class Script:
         raise NotKnown(Unknown(line, told))
 
     def _pattern_part(self, text: str, place: int, line: int) -> tuple[str, int, bool]:
-        """What the part of a pattern at a place becomes, where it ends, and whether it was quoted."""
+        """Return the text of a pattern's part at an index, where it ends, and whether it was quoted."""
         if text.startswith(("$'", '$"'), place):
             raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} is not read. Write its result"))
         if text[place] == "'" and "'" in text[place + 1 :]:
@@ -478,7 +480,7 @@ class Script:
         return escaped, place + 2, True
 
     def _compared(self, words: list[Word], line: int) -> bool | None:
-        """`((A > B))`; what it assigns is not known afterwards. None: it is not a comparison."""
+        """Evaluate `((A > B))`; variables that it assigns become unknown. None: it is not a comparison."""
         inside = " ".join(word.text for word in words[2:-2])
         for name in arithmetic_sets(inside):
             self.variables[name] = Unknown(line, f"(( )) sets ${name}, and is not followed")
@@ -497,7 +499,7 @@ class Script:
         if not name.isidentifier():  # an argument of the script
             return default
         before = self.variables.get(name)
-        self.variables[name] = default  # what else the word has stays: "x$NAME" is x
+        self.variables[name] = default  # the rest of the word stays: "x$NAME" is x
         try:
             return self._known(word, line, default)
         finally:
@@ -540,7 +542,7 @@ class Script:
         return 0
 
     def _pieces(self, words: Sequence[Word]) -> list[Any]:
-        """What words become; one that is not known stays, with the key of verl's that it would give a value."""
+        """Expand words; an unknown one stays, with the key of verl's that it would set."""
         pieces: list[Any] = []
         for word in words:
             try:
@@ -565,7 +567,7 @@ class Script:
             self.arguments, self.calls = before, self.calls - 1
 
     def _launch(self, words: list[Word]) -> None:
-        """Keep the command if it starts a trainer."""
+        """Record the command if it starts a trainer."""
         pieces = self._pieces(words)
         if text := text_of_command(pieces):
             self._inside(text, words[0].line)
@@ -576,7 +578,7 @@ class Script:
                 continue
             program = pieces[place + 1] if module else piece
             before = [each for each in pieces[:place] if isinstance(each, Unknown) or not re.fullmatch(r"(?:.*/)?python[\d.]*", each)]
-            if "sft" not in program and any(isinstance(each, Unknown) for each in before):  # Ray starts its workers, whoever starts Ray
+            if "sft" not in program and any(isinstance(each, Unknown) for each in before):  # Ray starts its workers, whatever starts Ray
                 self.notes.append(f"line {words[0].line}: what stands before python is not known, and not needed")
                 before = [each for each in before if isinstance(each, str)]
             rest = self._without_overridden(pieces[place + (2 if module else 1) :])
@@ -596,7 +598,7 @@ class Script:
             self.calls -= 1
 
     def _without_overridden(self, pieces: list[Any]) -> list[Any]:
-        """Arguments without unknown values of keys that are given again behind them."""
+        """Return arguments without unknown values of keys that are given again after them."""
         kept: list[Any] = []
         later = set() if self.passed_on else set(self.added)
         for piece in reversed(pieces):
@@ -627,7 +629,7 @@ class Script:
     # ---- expansion -----------------------------------------------------------------------------------------------------------------
 
     def expand(self, text: str, line: int, *, split: bool) -> list[str]:
-        """The words that a written word becomes. `split`: what an unquoted expansion gives is divided at spaces."""
+        """Return the words that a written word expands to. `split`: results of unquoted expansions are split at spaces."""
         if text.startswith(("<(", ">(")):
             raise NotKnown(Unknown(line, f"{shortened(text, 60)} would have to be run. Write the value out"))
         if text in ('"$@"', '"${@}"') or (text in ("$@", "$*", "${@}", "${*}") and split):
@@ -645,7 +647,7 @@ class Script:
             if character == "\\" and place + 1 < len(text):
                 words[-1] += "" if text[place + 1] == "\n" else text[place + 1]
                 place += 2
-            elif character == "'" and "'" in text[place + 1 :]:  # one alone is an apostrophe, as in "${X:-it's}"
+            elif character == "'" and "'" in text[place + 1 :]:  # a single one is an apostrophe, as in "${X:-it's}"
                 end = text.index("'", place + 1)
                 words[-1] += text[place + 1 : end]
                 place, quoted = end + 1, True
@@ -685,7 +687,7 @@ class Script:
         return list(value) if isinstance(value, list) else [value]
 
     def _slice(self, name: str, begin: str, count: str | None, line: int) -> list[str]:
-        """`"${@:2}"` and `"${ARGS[@]:1:3}"`: arguments count from 1, elements of an array from 0."""
+        """Evaluate `"${@:2}"` and `"${ARGS[@]:1:3}"`: arguments count from 1, elements of an array from 0."""
         whole = name in ("@", "*")
         if whole:
             self.passed_on = self.passed_on or self.calls == 0
@@ -705,8 +707,8 @@ class Script:
         return " ".join(values)
 
     def _variable(self, text: str, place: int, line: int) -> tuple[str, int]:
-        """The value of an expansion, and the place behind it."""
-        if text[place] == "`" and text[place + 1 : place + 2] == "#":  # a comment within a command
+        """Return the value of an expansion, and the index after it."""
+        if text[place] == "`" and text[place + 1 : place + 2] == "#":  # a comment inside a command
             return "", closing(text, place + 1, "`", line)
         if text[place] == "`":
             raise NotKnown(Unknown(line, f"{shortened(text[place:], 60)} would have to be run"))
@@ -767,7 +769,8 @@ class Script:
         return self._read(name, line)
 
     def _changed(self, value: str, how: str, rest: str, line: int) -> str:
-        """`${X##*/}` and its like: a value less what a pattern matches, with a pattern replaced, or in other letters."""
+        """Evaluate `${X##*/}` and similar expansions: a value without the text that a pattern matches, with a pattern replaced, or in other
+        case."""
         if how[0] in ",^":
             change = str.lower if how[0] == "," else str.upper
             return change(value) if len(how) == 2 else change(value[:1]) + value[1:]
@@ -777,7 +780,7 @@ class Script:
             text = self._quoted_or_bare(new, line)
             return re.sub(shape, lambda _: text, value, count=0 if len(how) == 2 else 1)
         pattern = self._quoted_or_bare(rest, line)
-        cuts = range(len(value) + 1)  # from the beginning, or what stays of it
+        cuts = range(len(value) + 1)  # lengths of the removed beginning, or of the part that stays
         if how[0] == "#":
             fits = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]
             return value[(max(fits) if len(how) == 2 else min(fits)) :] if fits else value
@@ -837,7 +840,7 @@ class Script:
 
 
 def text_of_command(pieces: Sequence[Any]) -> str:
-    """What `eval` or `bash -c` would run; empty: neither."""
+    """Return the text that `eval` or `bash -c` would execute; an empty string if the command is neither."""
     if pieces and pieces[0] == "eval" and all(isinstance(each, str) for each in pieces):
         return " ".join(pieces[1:])
     for place, piece in enumerate(pieces[:-2]):
@@ -848,7 +851,7 @@ def text_of_command(pieces: Sequence[Any]) -> str:
 
 
 def is_arithmetic(words: Sequence[Word], place: int) -> bool:
-    """Whether `((` stands at a place."""
+    """Return whether `((` is at an index."""
     return [word.text for word in words[place : place + 2]] == ["(", "("]
 
 
@@ -858,7 +861,7 @@ def begins_command(words: Sequence[Word], place: int) -> bool:
 
 
 def names_set(command: Sequence[Word]) -> list[str]:
-    """The variables that a command of SETTING sets or unsets."""
+    """Return the variables that a command of SETTING sets or unsets."""
     first, rest = command[0].text, [word.text for word in command[1:]]
     if first == "let":
         return [name for text in rest for name in arithmetic_sets(text.replace("\\", ""))]
@@ -870,13 +873,13 @@ def names_set(command: Sequence[Word]) -> list[str]:
 
 
 def arithmetic_sets(text: str) -> list[str]:
-    """The variables that arithmetic sets."""
+    """Return the variables that arithmetic sets."""
     before, after = r"(?:\+\+|--)\s*", r"(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)"
     return [first or second for first, second in re.findall(rf"{before}({NAME})|({NAME})\s*{after}", text)]
 
 
 def may_set(words: Sequence[Word], place: int) -> list[str]:
-    """The variables that the word at a place sets or unsets: an assignment, or a command that begins there."""
+    """Return the variables that the word at an index sets or unsets: an assignment, or a command that begins there."""
     if assigned := _ASSIGNMENT.fullmatch(words[place].text):
         return [assigned[1]]
     ends = ("\n",) if is_arithmetic(words, place) else ("\n", ";", "&", "|", "&&", "||", ")", ";;")
@@ -885,14 +888,14 @@ def may_set(words: Sequence[Word], place: int) -> list[str]:
         return arithmetic_sets(" ".join(word.text for word in words[place:end]))
     begin = place
     while begin and (words[begin - 1].text in ("!", "builtin", "command") or _ASSIGNMENT.fullmatch(words[begin - 1].text)):
-        begin -= 1  # as in `while IFS= read X`
+        begin -= 1  # for example `while IFS= read X`
     if words[place].text not in SETTING or not begins_command(words, begin):
         return []
     return names_set(without_redirections(words[place:end]))
 
 
 def sliced(value: str, first: int, count: int | None) -> str | None:
-    """`${X:first:count}`: what is below 0 counts from the end. None: it ends before it begins, a mistake in bash."""
+    """Evaluate `${X:first:count}`: numbers below 0 count from the end. None: it ends before it begins, a mistake in bash."""
     begin = first + len(value) if first < 0 else first
     if not 0 <= begin <= len(value):
         return ""
@@ -907,7 +910,7 @@ _CLASSES: Mapping[str, str] = {
 
 
 def python_pattern(parts: Sequence[tuple[str, bool]]) -> str | None:
-    """A pattern of bash's, as characters and whether each is quoted, as Python writes it. None: it is not followed."""
+    """Return a pattern of bash's, given as characters and whether each is quoted, in Python's form. None: it is not followed."""
     text = "".join(character for character, _ in parts)
     found, place = "", 0
     while place < len(parts):
@@ -925,7 +928,7 @@ def python_pattern(parts: Sequence[tuple[str, bool]]) -> str | None:
                 return None
             found, place = found + (character + following if following.isalnum() else re.escape(following)), place + 1
         elif (character in "*+?}" and following in tuple("*+?")) or character + following == "(?":
-            return None  # Python means something else
+            return None  # Python gives it another meaning
         else:
             found += r"\Z" if character == "$" else character
         place += 1
@@ -933,13 +936,13 @@ def python_pattern(parts: Sequence[tuple[str, bool]]) -> str | None:
 
 
 def set_end(text: str, place: int) -> int:
-    """The place behind the set `[...]` that begins at a place."""
+    """Return the index after the set `[...]` that begins at an index."""
     written = re.compile(r"\[\^?\]?(?:\[:\w*:\]|[^\]])*\]").match(text, place)
     return written.end() if written else len(text)
 
 
 def python_set(text: str) -> str | None:
-    """A set such as `[[:digit:].]` as Python writes it. None: it is not followed."""
+    """Return a set such as `[[:digit:].]` in Python's form. None: it is not followed."""
     written = re.fullmatch(r"\[(\^?)(\]?(?:\[:\w*:\]|[^\]])*)\]", text)
     if written is None or "\\" in text or re.search(r"\[[.=]", written[2]):
         return None
@@ -952,7 +955,7 @@ def python_set(text: str) -> str | None:
 
 
 def function_body(words: Sequence[Word], place: int) -> tuple[str, int, int] | None:
-    """The name of a function that is defined at a place, and where its body begins and ends."""
+    """Return the name of a function that is defined at an index, and where its body begins and ends."""
     named = place + (words[place].text == "function")
     begin = named + 1
     brackets = [word.text for word in words[begin : begin + 2]] == ["(", ")"]
@@ -968,7 +971,7 @@ def function_body(words: Sequence[Word], place: int) -> tuple[str, int, int] | N
 
 
 def loop_end(words: Sequence[Word], place: int) -> int:
-    """The place of the `done` of a loop."""
+    """Return the index of the `done` of a loop."""
     depth = 0
     for number in range(place, len(words)):
         if begins_command(words, number):
@@ -980,7 +983,7 @@ def loop_end(words: Sequence[Word], place: int) -> int:
 
 
 def matching(words: Sequence[Word], place: int, begin: str, end: str) -> int:
-    """The place of the word that closes the one at `place`."""
+    """Return the index of the word that closes the one at `place`."""
     depth = 0
     for number in range(place, len(words)):
         at_start = number == 0 or words[number - 1].text in ("\n", ";", "&", "&&", "||", "|", "then", "else", "do", "{", ";;", ")", "(")
@@ -994,7 +997,7 @@ def matching(words: Sequence[Word], place: int, begin: str, end: str) -> int:
 
 
 def divided(words: Sequence[Word], marks: Sequence[str]) -> list[tuple[str, list[Word]]]:
-    """The parts of an `if`, each with the word that begins it; what an inner `if` has stays in its part."""
+    """Return the parts of an `if`, each with the word that begins it; an inner `if` stays in its part."""
     parts: list[tuple[str, list[Word]]] = [("", [])]
     depth = 0
     for number, word in enumerate(words):
@@ -1011,7 +1014,7 @@ def divided(words: Sequence[Word], marks: Sequence[str]) -> list[tuple[str, list
 
 
 def branch_end(words: Sequence[Word], place: int) -> int:
-    """Where a branch of a `case` ends."""
+    """Return where a branch of a `case` ends."""
     depth = 0
     for number in range(place, len(words)):
         at_start = words[number - 1].text in ("\n", ";", "then", "else", "do", "{", ")", ";;")
@@ -1035,7 +1038,7 @@ def without_redirections(words: Sequence[Word]) -> list[Word]:
 
 
 def tested(words: list[str], line: int) -> bool:
-    """The result of `[ ... ]`."""
+    """Return the result of `[ ... ]`."""
     match words:
         case ["!", *rest]:
             return not tested(rest, line)
@@ -1054,7 +1057,7 @@ def tested(words: list[str], line: int) -> bool:
 
 
 def read(text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, trainers: Trainers = VERL) -> Launch:
-    """The command of a script that starts a trainer. Raises a UserError with the line of what is not followed."""
+    """Return the command of a script that starts a trainer. Raises a UserError with the line that cannot be followed."""
     added = frozenset(named[1] for each in arguments if (named := OVERRIDE.match(each)))
     script = Script(list(arguments), os.environ if environment is None else environment, trainers, added=added)
     ended = None

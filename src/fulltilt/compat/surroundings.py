@@ -1,6 +1,6 @@
-"""What a translation may look at beside the configuration: data files, a model's sizes and the memory of a GPU.
+"""Sources of a translation beside the configuration: data files, a model's sizes and the memory of a GPU.
 
-Guaranteed: torch is not imported; what is not there, or cannot be read, is None, and a translation then says what it could not compute.
+Guaranteed: torch is not imported; a missing or unreadable source is None, and a translation then says what it could not compute.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from fulltilt.shape import Shape
 
 @dataclass(frozen=True)
 class Surroundings:
-    files: bool = True  # whether files are looked at
+    files: bool = True  # whether files may be read
     gpu_bytes: int | None = None  # memory of one GPU; None: not known
-    sizes_of: Callable[[str], Mapping[str, Any] | None] | None = None  # a well-known model's sizes by its name, as config.json has them
-    keep_engine: bool = False  # whether the engine must be the one that is named
+    sizes_of: Callable[[str], Mapping[str, Any] | None] | None = None  # a well-known model's sizes by its name, in config.json's form
+    keep_engine: bool = False  # whether the engine must be the named one
 
     @staticmethod
     def here(gpu_bytes: int | None = None, sizes_of: Callable[[str], Mapping[str, Any] | None] | None = None) -> Surroundings:
         return Surroundings(gpu_bytes=gpu_bytes or _smallest_gpu(), sizes_of=sizes_of)
 
     def rows(self, paths: Sequence[str]) -> int | None:
-        """Rows of all data files together."""
+        """Return the number of rows of all data files together."""
         counts = [_rows(Path(os.path.expanduser(path))) if self.files else None for path in paths]
         return sum(count for count in counts if count is not None) if counts and None not in counts else None
 
     def sources(self, paths: Sequence[str]) -> list[str] | None:
-        """The values of the column `data_source`, over all files."""
+        """Return the values of the column `data_source`, over all files."""
         found = [_sources(Path(os.path.expanduser(path))) if self.files else None for path in paths]
         return sorted({each for one in found for each in one or ()}) if found and None not in found else None
 
     def chat_template(self, path: str) -> str | None:
-        """The text that holds a model's chat template."""
+        """Return the text that contains a model's chat template."""
         return _chat_template(Path(os.path.expanduser(path))) if self.files else None
 
     def weights(self, path: str, itemsize: int = 2) -> int | None:
-        """Bytes of a model's parameters: of a folder, or of a model that is known by its name on the hub."""
+        """Return the bytes of a model's parameters: of a folder, or of a well-known model by its name on the hub."""
         folder = Path(os.path.expanduser(path))
         try:
             if self.files and (folder / "config.json").is_file():
@@ -98,7 +98,7 @@ def _sources(path: Path) -> set[str] | None:
 
 
 def _smallest_gpu() -> int | None:
-    """Bytes of the GPU with the least memory, as its driver says."""
+    """Return the bytes of the GPU with the least memory, from its driver."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()

@@ -1,13 +1,13 @@
-"""The translation of another system's configuration by a table of its keys: what each becomes here.
+"""The translation of another system's configuration by a table of its keys and their counterparts here.
 
-Enters: a table (`Key`: their key, what it becomes, their default), the keys that a user gave, and what is known of files and GPUs. Leaves:
-a `Translation`: one `Answer` for each key that was given, the values of our keys with where they come from, and what still keeps the run
-file from being right. Guaranteed: each given key has exactly one answer, "honoured", "means nothing" or "refused"; an unknown key is
-refused with the nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is
-left out of the run file and says why. Neither torch nor a file is needed.
+Enters: a table (`Key`: their key, what it becomes, their default), the keys that a user gave, and the known facts about files and GPUs.
+Leaves: a `Translation`: one `Answer` for each given key, the values of our keys with their sources, and the mistakes that are left in the
+run file. Guaranteed: each given key has exactly one answer, "honoured", "means nothing" or "refused"; an unknown key is refused with the
+nearest known one; a value that our schema or rules do not accept is refused in their words; a key without effect here is left out of the
+run file, with the reason. Neither torch nor a file is needed.
 
-A row of the table, a `Key`, has no code beside its conversion, a function of an `Ask`; the functions at the end of this file make the
-common ones.
+A row of the table, a `Key`, has no code except its conversion, a function of an `Ask`; the functions at the end of this file make the
+common conversions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fulltilt.schema import Config, conditions, expanded, keys, legal_values, ro
 from fulltilt.settings import holds, in_effect, used_keys
 from fulltilt.words import printable
 
-NO_DEFAULT: Any = object()  # a key that is left alone here where it is not given
-REMOVED: Any = object()  # the value of a key that Hydra's ~key takes away
-# What a key has that must be set once the data is known: an empty table is a legal value of reward.function that no run accepts.
+NO_DEFAULT: Any = object()  # marks a key that sets nothing here if it is not given
+REMOVED: Any = object()  # the value of a key that Hydra's ~key removes
+# Value of a key that must be set once the data is known: an empty table is a legal value of reward.function that no run accepts.
 UNDECIDED: Mapping[str, float] = {}
 
-# Our performance knobs: what `retune` leaves to `auto`. How many machines and GPUs there are is not for a tuner to decide.
+# Our performance knobs, which `retune` leaves to `auto`. The user decides how many machines and GPUs there are.
 PERFORMANCE = frozenset(
     key for key, field in keys().items() if row_of(field).section and not row_of(field).changes.startswith("nothing")
 ) - {key for key in keys() if key.startswith("cluster.")}
@@ -42,7 +42,7 @@ PERFORMANCE = frozenset(
 
 @dataclass(frozen=True)
 class Theirs:
-    """Another system's configuration: what was given, over its defaults."""
+    """Another system's configuration: the given keys, over its defaults."""
 
     given: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Theirs:
     program: str  # the module that the user starts, such as `verl.trainer.main_ppo`
 
     def read(self, *names: str) -> Any:
-        """The value of the first of these keys that was given; else the default of the first that has one."""
+        """Return the value of the first of these keys that was given; else the default of the first that has one."""
         found = [self.given[name] for name in names if self.has(name)]
         return found[0] if found else next((self.defaults[name] for name in names if name in self.defaults), None)
 
@@ -60,12 +60,12 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Ask:
-    """One key and value, and the configuration around them."""
+    """One key and value to convert, with the configuration around them."""
 
     key: str
     value: Any
     theirs: Theirs
-    below: str = ""  # what stands in place of the row's `*`
+    below: str = ""  # the part of the key that the row's `*` matches
 
     def read(self, *names: str) -> Any:
         return self.theirs.read(*names)
@@ -87,13 +87,13 @@ class Key:
 
     theirs: str  # dotted; braces as a shell expands them; one that ends in ".*" stands for every key below it
     becomes: Conversion
-    default: Any = NO_DEFAULT  # theirs, where it is part of the algorithm: it then holds here too if the key is not given
-    note: str = ""  # told with the answer: what verl makes of it, a slip in a guide
+    default: Any = NO_DEFAULT  # their default, if it is part of the algorithm: it then holds here too if the key is not given
+    note: str = ""  # shown with the answer: how verl treats the key, an error in a guide
 
 
 @dataclass(frozen=True)
 class Table:
-    """All that is known of another system's configuration."""
+    """The known keys of another system's configuration."""
 
     system: str  # its name, for people
     rows: Sequence[Key]
@@ -113,7 +113,7 @@ class Table:
         return {name: row.default for name, (_, row) in self.exact.items() if row.default is not NO_DEFAULT}
 
     def find(self, key: str) -> tuple[int, Key, str] | None:
-        """The row of a key, its place in the table, and what of the key its `*` stands for."""
+        """Return the row of a key, its index in the table, and the part of the key that its `*` matches."""
         if key in self.exact:
             return (*self.exact[key], "")
         parts = key.split(".")
@@ -126,12 +126,12 @@ class Table:
 
     @cached_property
     def names(self) -> list[str]:
-        """Every key that has a row of its own; for a wildcard, what stands above it."""
+        """Return every key that has a row of its own; for a wildcard, the key above it."""
         return [name.removesuffix(".*") for name in self.exact]
 
 
 def expanded_all(names: str) -> list[str]:
-    """The names of a row: alternatives apart by spaces, braces expanded."""
+    """Return the names of a row: alternatives separated by spaces, braces expanded."""
     return [each for name in names.split() for each in expanded(name)]
 
 
@@ -151,12 +151,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of one of our keys, and where it comes from."""
+    """A value of one of our keys, with its sources."""
 
     value: Any
     sources: tuple[str, ...]  # their keys
     why: str
-    given: bool  # by the user; else it is the other system's default
+    given: bool  # given by the user; else it is the other system's default
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Translation:
     program: str
     answers: tuple[Answer, ...]
     values: Mapping[str, Value]  # by our dotted keys, in the order of the schema
-    mistakes: tuple[str, ...]  # what keeps the run file from being right, beside refused keys
+    mistakes: tuple[str, ...]  # mistakes in the run file, beside refused keys
     notes: tuple[str, ...]
     pending: Mapping[str, str] = field(default_factory=dict)  # our keys whose values depend on data that is not here, and why
 
@@ -182,13 +182,13 @@ class Translation:
 
     @property
     def undecided(self) -> dict[str, str]:
-        """Keys that somebody must set, for their values depend on data that is not here, and why."""
+        """Keys that somebody must set because their values depend on data that is not here, and why."""
         unscored = {key: value.why for key, value in self.values.items() if key == "reward.function" and value.value == UNDECIDED}
         return unscored | dict(self.pending)
 
     @property
     def problems(self) -> list[str]:
-        """Everything that keeps the run from starting."""
+        """Everything that prevents the run from starting."""
         refused = (f"{answer.assignment}: {answer.why}" for answer in self.of_kind("refused"))
         return [*refused, *self.mistakes, *(f"{key}: {why}" for key, why in self.undecided.items())]
 
@@ -197,7 +197,7 @@ def translate(
     table: Table, given: Mapping[str, Any], program: str, seen: Surroundings, *, retune: bool = False, notes: Sequence[str] = (),
     assumed: Mapping[str, Any] | None = None,
 ) -> Translation:  # fmt: skip
-    """What a configuration becomes here. `retune`: leave performance settings to `auto`. `assumed`: further defaults, of this program."""
+    """Translate a configuration. `retune`: leave performance settings to `auto`. `assumed`: further defaults, of this program."""
     theirs = Theirs(given, {**table.defaults, **(assumed or {})}, seen, program)
     outcomes: dict[str, Outcome] = {}
     places: dict[str, int] = {}
@@ -226,7 +226,7 @@ def translate(
 
 
 def asked(row: Key, ask: Ask) -> Outcome:
-    """What a row says of a value. A value of another type than its conversion expects is refused."""
+    """Return the outcome of a row for a value. A value of another type than its conversion expects is refused."""
     if ask.value is REMOVED:
         return Outcome("means nothing", "removed with ~, so it is not set here either")
     try:
@@ -238,7 +238,7 @@ def asked(row: Key, ask: Ask) -> Outcome:
 
 
 class WrongValue(ValueError):
-    """A value that a conversion cannot read, in words."""
+    """A value that a conversion cannot read; the message says why."""
 
 
 def retuned(outcome: Outcome) -> Outcome:
@@ -249,7 +249,7 @@ def retuned(outcome: Outcome) -> Outcome:
 
 
 def unknown(table: Table, key: str, value: Any) -> Outcome:
-    """A key without a row: a whole table of theirs, a choice among their files, or nothing that is known."""
+    """Return the outcome of a key without a row: a whole table of theirs, a choice among their files, or an unknown key."""
     whole_table = key.partition("@")[2] or key
     below = next((name for name in table.names if name == whole_table or name.startswith(f"{whole_table}.")), None)
     if below and (value is REMOVED or value in (None, {})):
@@ -263,16 +263,16 @@ def unknown(table: Table, key: str, value: Any) -> Outcome:
 
 @dataclass
 class Draft:
-    """Our values as they come together, and what becomes of the keys that set them."""
+    """Our values while they are collected, and the outcomes of the keys that set them."""
 
     table: Table
-    outcomes: dict[str, Outcome]  # of the given keys
+    outcomes: dict[str, Outcome]  # outcomes of the given keys
     values: dict[str, Value] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
 
     def take(self, key: str, outcome: Outcome, *, given: bool) -> None:
-        """Take over what a key sets. What was given counts before defaults; of two given keys the one earlier in the table."""
+        """Add the values that a key sets. Given values take precedence over defaults; of two given keys the one earlier in the table."""
         if outcome.kind == "refused" and not given:
             self.mistakes.append(f"{key} ({self.table.system}'s default): {outcome.why}")
         for ours, why in outcome.pending.items():
@@ -291,7 +291,7 @@ class Draft:
                 self.outcomes[key] = Outcome("refused", f"{ours} is {toml_value(before.value)} already, by {first}. Give one of them")
 
     def settle(self) -> None:
-        """Leave out what has no effect, and refuse what is wrong, until nothing changes."""
+        """Leave out values without effect, and refuse wrong ones, until nothing changes."""
         for _ in range(len(keys())):
             if not self._drop(self._illegal()) and not self._drop(self._without_effect()) and not self._drop(self._broken()):
                 break
@@ -299,7 +299,7 @@ class Draft:
         self._missing()
 
     def _unneeded(self) -> None:
-        """Forget values to come that would have no effect."""
+        """Forget pending values that would have no effect."""
         config = self._config()
         for ours in [key for key in self.pending if not all(holds(config, condition) for condition in conditions(key))]:
             del self.pending[ours]
@@ -317,7 +317,7 @@ class Draft:
         return Config.model_validate(tables)
 
     def _illegal(self) -> Iterator[tuple[str, Outcome]]:
-        """Keys that the schema does not know or whose values it does not accept."""
+        """Yield keys that the schema does not know or whose values it does not accept."""
         for key in [key for key in self.values if key not in keys()]:
             yield key, Outcome("refused", f"{key} is not built in this version")
         try:
@@ -332,7 +332,7 @@ class Draft:
         config = self._config()
         try:
             used = used_keys(config)
-        except UserError:  # a function's file is not here: which keys it reads is not known
+        except UserError:  # a function's file is not here, so the keys that it reads are not known
             used = {key.partition(".")[2] for key in keys() if key.startswith("algorithm.")}
         for key in self.values:
             section, _, name = key.partition(".")
@@ -348,13 +348,13 @@ class Draft:
         yield from ((key, outcome) for key, outcome in without_effect(config) if key in self.values)
 
     def _broken(self) -> Iterator[tuple[str, Outcome]]:
-        """Given keys that break a rule between keys."""
+        """Yield given keys that break a rule between keys."""
         for key, text in self._rules():
             if key in self.values and self.values[key].given:
                 yield key, Outcome("refused", text)
 
     def _rules(self) -> Iterator[tuple[str, str]]:
-        """Mistakes between keys, which need no file, and the key that each is about."""
+        """Yield mistakes between keys, for which no file is needed, with the key that each is about."""
         config = self._config()
         for rule in configuration.RULES:
             for text in () if rule.files else rule.check(config):
@@ -368,7 +368,7 @@ class Draft:
         self.mistakes += [text for key, text in self._rules() if key not in self.pending]
 
     def _drop(self, found: Iterator[tuple[str, Outcome]]) -> bool:
-        """Take keys out, and answer the keys of the user that set them accordingly. Whether there were any."""
+        """Remove keys, and change the answers of the user's keys that set them accordingly. Returns whether there were any."""
         dropped = dict(found)
         for ours, outcome in dropped.items():
             value = self.values.pop(ours)
@@ -386,7 +386,7 @@ def _seen(value: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """A value as another system's user writes it."""
+    """Write a value as another system's user writes it."""
     if value is None:
         return "null"
     if isinstance(value, list | tuple):
@@ -404,12 +404,12 @@ def sets(values: Mapping[str, Any], why: str = "") -> Outcome:
 
 
 def pending(ours: str, why: str) -> Outcome:
-    """A value that will be honoured, and that is not known before the data is."""
+    """Return the outcome for a value that will be honoured, and that is known only with the data."""
     return Outcome("honoured", why, pending={ours: why})
 
 
 def to(*ours: str, why: str = "", values: Mapping[Any, Any] | None = None) -> Conversion:
-    """The value as it is, or its counterpart in `values`, under these keys of ours. `null` sets nothing."""
+    """Return a conversion that sets these keys of ours to the value, or to its counterpart in `values`. `null` sets nothing."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None and None not in (values or {}):
@@ -429,7 +429,7 @@ def plain(value: Any) -> Any:
 
 
 def number(*ours: str, why: str = "", scale: float = 1.0) -> Conversion:
-    """A number, as a float: other systems write 1 for 1.0."""
+    """Return a conversion of a number into a float: other systems write 1 for 1.0."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -449,7 +449,7 @@ def a_number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """A whole number, also as 512.0 or "512"."""
+    """Return a whole number, also from 512.0 or "512"."""
     exact = a_number(value)
     if not exact.is_integer():
         raise WrongValue(f"{written(value)} is not a whole number")
@@ -465,7 +465,7 @@ def truth(value: Any) -> bool:
 
 
 def switch(*ours: str, inverse: bool = False, why: str = "") -> Conversion:
-    """true or false; `inverse`: ours has the opposite sense."""
+    """Return a conversion of true or false; `inverse`: ours has the opposite sense."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -484,7 +484,7 @@ def refused(why: str, *, performance: bool = False) -> Conversion:
 
 
 def only(*values: Any, nothing: str, refused: str, performance: bool = False) -> Conversion:
-    """One of these values means nothing here; every other one is refused."""
+    """Return a conversion in which these values mean nothing here, and every other value is refused."""
 
     def become(ask: Ask) -> Outcome:
         allowed = any(ask.value == value and isinstance(ask.value, bool) == isinstance(value, bool) for value in values)
@@ -494,7 +494,7 @@ def only(*values: Any, nothing: str, refused: str, performance: bool = False) ->
 
 
 def off(refused: str, *, performance: bool = False) -> Conversion:
-    """A switch that is off, or a value that is not there, is as here; else it is refused."""
+    """Return a conversion in which a switch that is off, or an empty value, means nothing, and every other value is refused."""
 
     def become(ask: Ask) -> Outcome:
         empty = ask.value in (None, False, "", "null", [], {}, "disabled", "none")
@@ -504,7 +504,7 @@ def off(refused: str, *, performance: bool = False) -> Conversion:
 
 
 def same_as(*names: str, what: str, performance: bool = False) -> Conversion:
-    """A value that must be that of another of their keys: ours has one number for both."""
+    """Return a conversion of a value that must equal that of another of their keys, because ours has one number for both."""
 
     def become(ask: Ask) -> Outcome:
         other = ask.read(*names)

@@ -1,7 +1,7 @@
 """verl's PPO trainer, `python3 -m verl.trainer.main_ppo`, key by key: versions 0.4 to 0.9, both worker stacks, FSDP and Megatron.
 
-To answer another key, add a row. `default`: verl's, for keys that are part of the algorithm. Rows that set the same key of ours stand in
-the order in which they count. Keys that verl moved or renamed stand in one row with those that took their place.
+To answer another key, add a row. `default`: verl's, for keys that are part of the algorithm. Rows that set the same key of ours are in the
+order of their precedence. Keys that verl moved or renamed are in one row with their successors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NOT_SHARED = "it is Ray's or NCCL's: workers are watched by cluster.stall_s and 
 NO_STAGES = "there are no pipeline stages here"
 WHOLE = "prompts are read as messages and put through the chat template here"
 
-# Names of roles in braces, as a shell expands them.
+# Names of roles in braces, in a shell's form.
 ROLES = f"{{{ACTOR},{REF},{CRITIC}}}"
 OPTIM = f"{{{ACTOR},{CRITIC}}}.optim"
 ENGINES = f"{{{ACTOR}.megatron,{REF}.megatron,{CRITIC}.megatron,{REWARD_MODEL}.megatron}}"
-CRITIC_SHARED = f"{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.fsdp"  # as verl 0.4, 0.6 and 0.8 have it
+CRITIC_SHARED = f"{CRITIC}.model.fsdp_config,{CRITIC}.fsdp_config,{CRITIC}.fsdp"  # the forms of verl 0.4, 0.6 and 0.8
 SHARED = f"{{{ACTOR}.fsdp_config,{REF}.fsdp_config,{CRITIC_SHARED},{REWARD_MODEL}.model.fsdp_config}}"
 REWARD_ENGINE = "{reward_model,reward.reward_model}.rollout"
 
@@ -498,7 +498,8 @@ MEGATRON, OTHERS = f"{ACTOR}.megatron", f"{{{REF}.megatron,{CRITIC}.megatron,{RE
 
 
 def _megatron_sizes() -> Iterator[Key]:
-    """How Megatron divides a model: of the actor as keys of [train]; of other roles, which may have sizes of their own where we have."""
+    """Yield the sizes by which Megatron divides a model: the actor's as keys of [train]; those of other roles as their own, if we have such
+    keys."""
     layout = {
         "tensor_model_parallel_size": to("train.tensor_parallel"),
         "expert_model_parallel_size": to("train.expert_parallel"),
@@ -517,7 +518,7 @@ def _megatron_sizes() -> Iterator[Key]:
 
 
 def _megatron() -> Iterator[Key]:
-    """Megatron's engine beside its sizes and its model."""
+    """Yield the keys of Megatron's engine, except sizes and the model."""
     yield Key(f"{ENGINES}.sequence_parallel", nothing("with tensor parallelism the layers' inputs are whole on each GPU here"))
     yield Key(
         f"{MEGATRON}.use_distributed_optimizer",
@@ -547,7 +548,7 @@ def _megatron() -> Iterator[Key]:
 
 
 def _megatron_model() -> Iterator[Key]:
-    """What Megatron's users override of the model: recompute, fused kernels, experts."""
+    """Yield the keys of the model that Megatron's users override: recompute, fused kernels, experts."""
     yield Key(f"{MEGATRON}.{TRANSFORMER}.recompute_granularity", to("train.recompute"))
     yield Key(f"{MEGATRON}.{TRANSFORMER}.recompute_method", to("train.recompute_method"))
     yield Key(f"{MEGATRON}.{TRANSFORMER}.recompute_num_layers", to("train.recompute_layers"))
@@ -586,7 +587,7 @@ OTHER_ENGINES = "{veomni,torchtitan,automodel}"
 
 
 def _other_engines() -> Iterator[Key]:
-    """VeOmni, TorchTitan and AutoModel: what their settings have in common with those of FSDP and Megatron."""
+    """Yield the settings of VeOmni, TorchTitan and AutoModel that are common with FSDP and Megatron."""
     actor = f"{ACTOR}.{OTHER_ENGINES}"
     yield Key(f"{actor}.param_offload", switch("train.offload_params"))
     yield Key(f"{actor}.optimizer_offload", rules.moved_optimizer("train", ACTOR))
@@ -878,7 +879,8 @@ LAUNCHER: tuple[Key, ...] = (
 )
 
 
-# What verl's own files refer to and do not have: reward_model.forward_max_token_len_per_gpu of 0.5 to 0.7. Older files name the critic's.
+# Keys that verl's own files refer to but do not have: reward_model.forward_max_token_len_per_gpu of 0.5 to 0.7. Older files name the
+# critic's.
 DANGLING = {"reward_model.ppo_max_token_len_per_gpu": "${oc.select:critic.forward_max_token_len_per_gpu,null}"}
 
 

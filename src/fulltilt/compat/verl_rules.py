@@ -1,6 +1,6 @@
 """Conversions of verl's keys whose answer depends on other keys: batch sizes, memory, rewards, rollout correction, learning-rate warm-up.
 
-Each takes an `Ask` and gives an `Outcome`, or makes such a function. The tables that use them are `verl` and `verl_sft`.
+Each takes an `Ask` and returns an `Outcome`, or returns such a function. The tables that use them are `verl` and `verl_sft`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fulltilt.words import in_bytes, listed, many
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 CRITIC, REWARD_MODEL = "critic", "reward_model"
-KEEP_ALL = 10_000  # checkpoints: verl keeps all, unless it is told how many
+KEEP_ALL = 10_000  # checkpoints: verl keeps all, unless a number is given
 
 GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 STEPS, EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
@@ -43,7 +43,7 @@ NULL = Outcome("means nothing", "null: nothing is set")
 
 
 def workers(ask: Ask) -> int:
-    """GPUs of the whole run."""
+    """Return the number of GPUs of the whole run."""
     return max(1, whole(ask.read(GPUS) or 8) * whole(ask.read(NODES) or 1))
 
 
@@ -63,7 +63,7 @@ def prompts_of_round(ask: Ask) -> Outcome:
 
 
 def minibatches(ask: Ask) -> Outcome:
-    """Optimizer steps of a step: verl counts the prompts of each."""
+    """Convert the prompts of a mini-batch into a number of optimizer steps."""
     batch, mini = whole(ask.read("data.train_batch_size")), whole(ask.value)
     if mini < 1:
         raise WrongValue(f"{mini} prompts make no mini-batch")
@@ -77,7 +77,7 @@ def minibatches(ask: Ask) -> Outcome:
 
 
 def steps_of_run(ask: Ask) -> int | None:
-    """Steps of the whole run, where they are given or can be counted."""
+    """Return the steps of the whole run, if they are given or can be counted."""
     if ask.read(STEPS) is not None:
         return whole(ask.read(STEPS))
     rows = ask.theirs.seen.rows(files(ask.read("data.train_files")))
@@ -110,7 +110,7 @@ def steps(ask: Ask) -> Outcome:
 
 
 def files_to(ours: str) -> Conversion:
-    """Paths of data files: one, or a list."""
+    """Return a conversion of paths of data files: one, or a list."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -127,20 +127,20 @@ def files_to(ours: str) -> Conversion:
 
 
 def is_dynamic(ask: Ask, key: str) -> bool:
-    """Whether micro-batches of a role are filled by tokens: its own key, else the actor's, as verl's defaults have it."""
+    """Return whether micro-batches of a role are filled by tokens: by its own key, else the actor's, as in verl's defaults."""
     return truth(ask.read(key, f"{ACTOR}.use_dynamic_bsz") or False)
 
 
 def sequence_sizes(role: str) -> tuple[str, ...]:
-    """The keys of a role's size of sequence parallelism."""
+    """Return the keys of a role's size of sequence parallelism."""
     return tuple(f"{role}.{above}ulysses_sequence_parallel_size" for above in ("", "fsdp_config.", "model.fsdp_config.", "fsdp."))
 
 
 def micro_batch(
     section: str, dynamic: str, *, over_all: bool = False, before: tuple[str, ...] = (), sizes: tuple[str, ...] = sequence_sizes(ACTOR)
 ) -> Conversion:
-    """Samples per micro-batch. `over_all`: of all GPUs together, of which those of a sequence count once (`sizes`: the keys that say how
-    many these are); `before`: keys that decide, where they are given."""
+    """Return a conversion of samples per micro-batch. `over_all`: the number is for all GPUs together, of which those that share a sequence
+    count once (`sizes`: the keys that say how many these are); `before`: keys that take precedence if they are given."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -169,7 +169,8 @@ def micro_batch(
 
 
 def dynamic_batch(section: str, *micro: str) -> Conversion:
-    """Whether micro-batches are filled by tokens. Off without a number of samples, it is left alone: verl asks for that number."""
+    """Return a conversion of the switch for micro-batches filled by tokens. If it is off without a number of samples, it is ignored: verl
+    asks for that number."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -184,7 +185,7 @@ def dynamic_batch(section: str, *micro: str) -> Conversion:
 
 
 def token_budget(ours: str, dynamic: str) -> Conversion:
-    """A cap on the tokens of a micro-batch."""
+    """Return a conversion of a cap on the tokens of a micro-batch."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -221,7 +222,7 @@ def engine(ask: Ask) -> Outcome:
 
 
 def kv_bytes(model: str, tensor_parallel: str, name: str) -> Conversion:
-    """An engine's share of a GPU's memory as bytes of KV cache."""
+    """Return a conversion of an engine's share of a GPU's memory into bytes of KV cache."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -250,7 +251,7 @@ def kv_bytes(model: str, tensor_parallel: str, name: str) -> Conversion:
 
 
 def sharding(ask: Ask) -> Outcome:
-    """What FSDP or Megatron shares out among GPUs."""
+    """Convert the strategy by which FSDP or Megatron shards states among GPUs."""
     if ask.value is None:
         return NULL
     names = {"fsdp": "full", "fsdp2": "full", "fsdp_turbo": "full", "veomni": "full", "torchtitan": "full", "automodel": "full"}
@@ -279,7 +280,7 @@ def shard_size(ask: Ask) -> Outcome:
 
 
 def checkpointing(ours: str) -> Conversion:
-    """Gradient checkpointing as recompute."""
+    """Return a conversion of gradient checkpointing into recompute."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -293,7 +294,7 @@ def checkpointing(ours: str) -> Conversion:
 
 
 def fusion(key_above: str) -> Conversion:
-    """Megatron's fused kernels: one switch here, on if any of them is."""
+    """Return a conversion of Megatron's fused kernels into one switch here, on if any of them is."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -312,7 +313,7 @@ FUSIONS = (
 
 
 def one_size(ours: str | None, what: str, use: str) -> Conversion:
-    """A parallel size that is not built: 1 is as here."""
+    """Return a conversion of a parallel size that is not built: only 1 is accepted."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -325,7 +326,7 @@ def one_size(ours: str | None, what: str, use: str) -> Conversion:
 
 
 def host_optimizer(section: str, role: str) -> Conversion:
-    """Megatron's optimizer on the host, which its own keys ask for beside verl's."""
+    """Return a conversion of Megatron's optimizer on the host, which its own keys control beside verl's."""
     above = f"{role}.optim.override_optimizer_config"
 
     def become(ask: Ask) -> Outcome:
@@ -343,7 +344,7 @@ def host_optimizer(section: str, role: str) -> Conversion:
 
 
 def moved_optimizer(section: str, role: str) -> Conversion:
-    """verl's own switch: the optimizer leaves the GPU between updates."""
+    """Return a conversion of verl's own switch: the optimizer leaves the GPU between updates."""
     host = host_optimizer(section, role)
 
     def become(ask: Ask) -> Outcome:
@@ -361,7 +362,8 @@ SIZES = {"tensor_model_parallel_size": "tensor_parallel", "expert_model_parallel
 
 
 def size_of_role(section: str, prefix: str, actor: str) -> Conversion:
-    """A role's size of tensor or expert parallelism. Left out it is the actor's, but 1 beside another size of the role's own."""
+    """Return a conversion of a role's size of tensor or expert parallelism. Left out it is the actor's, but 1 beside another size of the
+    role's own."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -384,7 +386,7 @@ def eager(ask: Ask) -> Outcome:
 
 
 def chunked_entropy(ours: str, role: str) -> Conversion:
-    """verl's switch as a number of tokens."""
+    """Return a conversion of verl's switch into a number of tokens."""
     sizes = [f"{above}.entropy_from_logits_chunk_size" for above in (f"{role}.fsdp_config", f"{role}.megatron", role)]
 
     def become(ask: Ask) -> Outcome:
@@ -401,7 +403,7 @@ def chunked_entropy(ours: str, role: str) -> Conversion:
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 BOTH = ("gspo", "cispo")  # losses that are algorithms here, with GRPO's advantage
 LOSSES = ("gpg", "clip_cov", "kl_cov", "geo_mean", "sapo", "dppo_tv", "dppo_kl", *BOTH)
-PER_SAMPLE = ("gspo", "sapo", "geo_mean")  # verl aggregates them in one way, whatever it is told
+PER_SAMPLE = ("gspo", "sapo", "geo_mean")  # verl aggregates these in one way, whatever its settings
 MEAN_OF_MEANS = "seq-mean-token-mean"
 ADVANTAGES = ("grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -422,7 +424,7 @@ def estimator(ask: Ask) -> Outcome:
 
 
 def samples(ask: Ask) -> Outcome:
-    """Samples of a prompt. One is verl's default, and no group of it has a baseline."""
+    """Convert the samples of a prompt. One is verl's default, but a group of one has no baseline."""
     name = str(ask.read("algorithm.adv_estimator"))
     if ask.value is not None and whole(ask.value) == 1 and PRESETS.get(VERL_NAMES.get(name, name), PRESETS["grpo"]).smallest_group > 1:
         told = f"a group of one has no baseline: with {name} verl then takes the reward itself as the advantage, and here it would be 0"
@@ -448,7 +450,7 @@ def mode_of_loss(ask: Ask) -> str:
 
 
 def aggregation(values: Mapping[Any, str] | None = None) -> Conversion:
-    """How tokens' losses become one, where verl asks for it."""
+    """Return a conversion of the aggregation of tokens' losses, if verl reads it."""
     usual = to("algorithm.aggregation", values=values)
 
     def become(ask: Ask) -> Outcome:
@@ -470,7 +472,7 @@ def critic_aggregation(ask: Ask) -> Outcome:
 
 
 def loss_setting(ours: str, *modes: str) -> Conversion:
-    """A number that only some losses read."""
+    """Return a conversion of a number that only some losses read."""
 
     def become(ask: Ask) -> Outcome:
         mode = mode_of_loss(ask)
@@ -482,7 +484,7 @@ def loss_setting(ours: str, *modes: str) -> Conversion:
 
 
 def clip_ratio(ask: Ask) -> Outcome:
-    """verl's `clip_ratio`, which its own defaults for the two sides always overrule."""
+    """Convert verl's `clip_ratio`, which its own defaults for the two sides always override."""
     sides = {"algorithm.clip_low": f"{ACTOR}.clip_ratio_low", "algorithm.clip_high": f"{ACTOR}.clip_ratio_high"}
     left = {ours: a_number(ask.value) for ours, key in sides.items() if not ask.has(key)}
     if not left:
@@ -534,7 +536,7 @@ def reward_kl(ask: Ask) -> Outcome:
 
 
 def reward_kl_part(ours: str, *, adaptive: bool = False) -> Conversion:
-    """A number of the KL in the reward, where there is one."""
+    """Return a conversion of a number of the KL in the reward, if there is one."""
 
     def become(ask: Ask) -> Outcome:
         if not truth(ask.read("algorithm.use_kl_in_reward")):
@@ -557,7 +559,7 @@ def bypassed(ask: Ask) -> bool:
 
 
 def importance(ask: Ask) -> Outcome:
-    """Truncated importance sampling between trainer and engine."""
+    """Convert truncated importance sampling between trainer and engine."""
     level = ask.read(f"{CORRECTION}.rollout_is")
     if bypassed(ask):
         told = "under bypass there is no importance weight: the ratio of the loss is the correction, and its clip the bound"
@@ -577,7 +579,7 @@ def importance(ask: Ask) -> Outcome:
 
 
 def importance_part(ask: Ask) -> Outcome:
-    """A setting of importance sampling, where there is any."""
+    """Convert a setting of importance sampling, if that is on."""
     rejects = ask.read(f"{CORRECTION}.rollout_rs") is not None and ask.read(f"{CORRECTION}.rollout_rs_threshold") is None
     weighs = ask.read(f"{CORRECTION}.rollout_is") is not None
     if ask.key.endswith("threshold") and rejects and (bypassed(ask) or not weighs):
@@ -598,14 +600,14 @@ def bypass(ask: Ask) -> Outcome:
 
 
 def older_cap(ask: Ask) -> Outcome:
-    """`tis_imp_ratio_cap`, the name of verl 0.5."""
+    """Convert `tis_imp_ratio_cap`, the name in verl 0.5."""
     if ask.value is None or a_number(ask.value) <= 0:
         return Outcome("means nothing", "off, as here")
     return importance(ask)
 
 
 def importance_of_060(ask: Ask) -> Outcome:
-    """verl 0.6.0's keys of importance sampling, which later ones moved and renamed."""
+    """Convert verl 0.6.0's keys of importance sampling, which later versions moved and renamed."""
     above = "algorithm.rollout_is"
     top, level = ask.read(f"{above}_threshold"), ask.read(f"{above}_level") or "token"
     if not truth_or_false(ask.read(above)) or top is None:
@@ -622,14 +624,14 @@ def importance_of_060(ask: Ask) -> Outcome:
 
 
 def bounds(value: Any) -> Any:
-    """One bound, or two: 0.5_2.0 (which Hydra reads as a number with an underscore)."""
+    """Return one bound, or two: 0.5_2.0 (which Hydra reads as a number with an underscore)."""
     if isinstance(value, str) and "_" in value:
         return [a_number(each) for each in value.split("_")]
     return a_number(value)
 
 
 def rejection(ask: Ask) -> Outcome:
-    """Rejection of tokens or samples where trainer and engine differ."""
+    """Convert the rejection of tokens or samples where trainer and engine differ."""
     modes, limits = ask.read(f"{CORRECTION}.rollout_rs"), ask.read(f"{CORRECTION}.rollout_rs_threshold")
     if modes is None:
         return Outcome("means nothing", f"{CORRECTION}.rollout_rs is null: nothing is rejected, as here")
@@ -655,7 +657,7 @@ OVERLONG = (
 )  # fmt: skip
 ENABLED = ("reward_model.enable", "reward.reward_model.enable")
 
-# How verl chooses a reward by a row's data_source, where the user gives no function.
+# verl's choice of a reward by a row's data_source, if the user gives no function.
 SOURCES: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
@@ -669,7 +671,7 @@ def by_model(ask: Ask) -> bool:
 
 
 def reward_function(ask: Ask) -> Outcome:
-    """The user's own function, or the rules that verl chooses by a row's data source."""
+    """Convert the user's own function, or verl's rules by a row's data source."""
     path = ask.read(*(f"{key}.path" for key in CUSTOM))
     if by_model(ask):
         return Outcome("means nothing", "the reward model is on, and verl's reward managers then take its score alone")
@@ -725,7 +727,7 @@ def manager(ask: Ask) -> Outcome:
 
 
 def overlong(part: str) -> Conversion:
-    """DAPO's penalty for long responses."""
+    """Return a conversion of DAPO's penalty for long responses."""
 
     def read(ask: Ask, name: str) -> Any:
         return ask.read(*(f"{key}.{name}" for key in OVERLONG))
@@ -763,7 +765,7 @@ def updates_per_step(ask: Ask) -> int:
 
 
 def warmup_steps(section: str) -> Conversion:
-    """verl's scheduler moves once a step, ours with every update."""
+    """Return a conversion of warm-up steps: verl's scheduler moves once a step, ours with every update."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None or whole(ask.value) <= 0:
@@ -778,7 +780,7 @@ def warmup_steps(section: str) -> Conversion:
 
 
 def warmup_ratio(above: str, section: str = "train", *, per_step: bool = True) -> Conversion:
-    """A share of the run's steps."""
+    """Return a conversion of warm-up as a share of the run's steps."""
 
     def become(ask: Ask) -> Outcome:
         ratio = a_number(ask.value or 0)
@@ -810,7 +812,7 @@ def schedule(section: str) -> Conversion:
 
 
 def least_rate(role: str, section: str) -> Conversion:
-    """Megatron's smallest learning rate as a share of the largest."""
+    """Return a conversion of Megatron's smallest learning rate into a share of the largest."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -838,7 +840,7 @@ def names_of(value: Any) -> list[str]:
 
 
 def for_loggers(ours: str) -> Conversion:
-    """A name that loggers show, where there are any."""
+    """Return a conversion of a name that loggers show, if there are any."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None or not set(names_of(ask.read("trainer.logger"))) & set(LOGGERS):
@@ -849,7 +851,7 @@ def for_loggers(ours: str) -> Conversion:
 
 
 def named_folder(ours: str) -> Conversion:
-    """A name that loggers show, and that the run's folder has unless it is given."""
+    """Return a conversion of a name that loggers show, and that the run's folder has unless the folder is given."""
     shown = for_loggers(ours)
 
     def become(ask: Ask) -> Outcome:
@@ -897,7 +899,7 @@ def kept(ask: Ask) -> Outcome:
 
 
 def every(ours: str) -> Conversion:
-    """Steps between two events; -1 is never."""
+    """Return a conversion of the steps between two events; -1 is never."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value == "after_each_epoch":
@@ -951,7 +953,7 @@ def device(ask: Ask) -> Outcome:
 
 
 def long_enough(*names: str) -> Conversion:
-    """A limit of tokens: at least prompt and response together, or it would cut them."""
+    """Return a conversion of a limit of tokens: at least prompt and response together, or it would cut them."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None:
@@ -982,7 +984,7 @@ def group_of(choices: Mapping[str, str]) -> Conversion:
 
 
 def reward_workers(ask: Ask) -> Outcome:
-    """A pool of GPUs for the reward model alone."""
+    """Convert a pool of GPUs for the reward model alone."""
     if not truth_or_false(ask.read("reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool")):
         return Outcome("means nothing", "the reward model shares the GPUs of the others: enable_resource_pool is False")
     if not by_model(ask):
@@ -996,7 +998,7 @@ def reward_workers(ask: Ask) -> Outcome:
 
 
 def template_argument(ask: Ask) -> Outcome:
-    """The arguments of the chat template, one key each."""
+    """Convert the arguments of the chat template, one key each."""
     prefix = ask.key.removesuffix(f".{ask.below}") if ask.below else ask.key
     below = {key.removeprefix(f"{prefix}."): value for key, value in ask.theirs.given.items() if key.startswith(f"{prefix}.")}
     if ask.below and ask.value is None:  # a run file has no null
@@ -1006,7 +1008,7 @@ def template_argument(ask: Ask) -> Outcome:
 
 
 def reward_argument(ask: Ask) -> Outcome:
-    """The arguments of the user's reward function, one key each."""
+    """Convert the arguments of the user's reward function, one key each."""
     if ask.read(*(f"{key}.path" for key in CUSTOM)) is None:
         return Outcome("refused", "there is no reward function of your own that could take it. Give custom_reward_function.path too")
     if ask.value is None:
@@ -1023,7 +1025,7 @@ TARGETS = {
 
 
 def targets(ask: Ask) -> Outcome:
-    """Layers with adapters; Megatron's names are those of joined layers."""
+    """Convert the layers with adapters; Megatron's names are those of joined layers."""
     if ask.value is None:
         return NULL
     if ask.value == "all-linear":
@@ -1103,7 +1105,7 @@ def processes(ask: Ask) -> Outcome:
 
 
 def of_engine(become: Conversion, other: str) -> Conversion:
-    """A setting of adapters that FSDP reads under one key and Megatron under another."""
+    """Return a conversion of an adapter setting that FSDP reads under one key and Megatron under another."""
 
     def chosen(ask: Ask) -> Outcome:
         if ask.given and ask.has(other) and (".lora." in ask.key) != megatron(ask):
@@ -1114,14 +1116,14 @@ def of_engine(become: Conversion, other: str) -> Conversion:
 
 
 def lora_alpha(ask: Ask) -> Outcome:
-    """verl's default is 16 for FSDP and 32 for Megatron, whose keys are below `lora`."""
+    """Convert the alpha of LoRA. verl's default is 16 for FSDP and 32 for Megatron, whose keys are below `lora`."""
     if not ask.given and ask.has(f"{MODEL}.lora.rank"):
         return sets({"lora.alpha": 32.0})
     return sets({"lora.alpha": a_number(ask.value)})
 
 
 def reward_parts(ask: Ask) -> Outcome:
-    """GDPO's parts of the reward, and their weights."""
+    """Convert GDPO's parts of the reward, and their weights."""
     names, weights = ask.read("algorithm.gdpo_reward_keys"), ask.read("algorithm.gdpo_reward_weights")
     if ask.read("algorithm.adv_estimator") != "gdpo" or not names:
         return Outcome("means nothing", "only algorithm.adv_estimator=gdpo reads it, with gdpo_reward_keys")

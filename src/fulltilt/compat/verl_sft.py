@@ -1,6 +1,6 @@
 """verl's trainers for supervised fine-tuning, key by key: `verl.trainer.fsdp_sft_trainer` and `verl.trainer.sft_trainer`.
 
-As in `verl`; the two trainers have other names for the same things, and stand in the same rows.
+The table has the form of `verl`'s; the two trainers have different names for the same settings, which are in the same rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def micro_over_all(ask: Ask) -> Outcome:
 
 
 def column(ours: str, keys: str) -> Conversion:
-    """A column; verl reads a part of it, where `keys` names one."""
+    """Return a conversion of a column's name; verl reads a part of the column, if `keys` names one."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value is None or (not ask.given and rules.truth_or_false(ask.read("data.multiturn.enable"))):
@@ -57,7 +57,7 @@ def column(ours: str, keys: str) -> Conversion:
 
 
 def inside(ours: str, name: str) -> Conversion:
-    """A name in the objects of a column."""
+    """Return a conversion of a name inside the objects of a column."""
 
     def become(ask: Ask) -> Outcome:
         if ask.value in (None, []):

@@ -1,7 +1,7 @@
-"""Keys that a run would refuse at its start, because they could do nothing in it or do not go together: a translation says so before.
+"""Keys that a run would refuse at its start, because they have no effect in it or do not go together: a translation reports them earlier.
 
-Enters: a configuration. Leaves: our keys, each with an `Outcome`. Guaranteed: no device, file or model is needed; what depends on them is
-for the start of the run (cluster/checks.py). A test compares both.
+Enters: a configuration. Leaves: our keys, each with an `Outcome`. Guaranteed: no device, file or model is needed; checks that depend on
+them are left to the start of the run (cluster/checks.py). A test compares both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def without_effect(config: Config) -> Iterator[tuple[str, Outcome]]:
 
 
 def offloads(config: Config, *, compares: bool) -> Iterator[tuple[str, Outcome]]:
-    """What could be on the host, and has no device or no phase for it."""
+    """Yield offloads to the host that have no device or no phase."""
     sampled, apart = preset_of(config).rollout, config.cluster.roles
     shared = compares and shares_model(config)
     used = {"ref": compares and not shared, "critic": bool(preset_of(config).critic), "reward_model": sampled and uses_reward_model(config)}
@@ -54,7 +54,7 @@ def offloads(config: Config, *, compares: bool) -> Iterator[tuple[str, Outcome]]
 
 
 def shards(config: Config) -> Iterator[tuple[str, Outcome]]:
-    """What does not go with parameters that are shared out, or with layers that are divided."""
+    """Yield settings that do not work with sharded parameters, or with divided layers."""
     train, several = (
         config.train,
         [name for name in ("tensor_parallel", "expert_parallel") if getattr(config.train, name) not in ("auto", 1)],

@@ -1,9 +1,9 @@
 """Finding the rows of a data set: in files and folders, on the Hugging Face hub, or in the memory of this process.
 
 Enters: a path, a name such as `openai/gsm8k/main:train`, or a name of `rows_in_memory`. Leaves: a `DataSource`: rows as plain dictionaries,
-one at a time, each with its place for messages. Guaranteed: rows come in the order of the file (and files in the order of their shards);
-what is missing, broken, incomplete, empty or no data file at all is a `UserError` that names it and the remedy; where a folder holds
-several data sets, none is guessed; only a name that cannot be meant as a path is asked for on the hub.
+one at a time, each with its location for messages. Guaranteed: rows come in the order of the file (and files in the order of their shards);
+a file that is missing, broken, incomplete, empty or not a data file is a `UserError` that names it and the remedy; if a folder holds
+several data sets, none is guessed; only a name that cannot be meant as a path is looked up on the hub.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from fulltilt.schema import MEMORY, hub_dataset
 from fulltilt.words import listed, many
 
 _MOST_FILES = 100_000
-_TELL_S = 10.0  # seconds of reading rows from Python between two lines about it
+_TELL_S = 10.0  # seconds between two messages about reading rows from Python
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_in_memory: dict[str, tuple[dict[str, Any], ...]] = {}  # rows given from Python, by the name that stands for them in a configuration
+_in_memory: dict[str, tuple[dict[str, Any], ...]] = {}  # rows given from Python, by their names in a configuration
 
 
 @dataclass(frozen=True)
 class DataSource:
     rows: Iterator[PlacedRow]
-    version: str = ""  # what the rows of a name on the hub were read from, to read the same ones again
-    files: tuple[Path, ...] = ()  # those that were chosen for a folder or a name on the hub
+    version: str = ""  # repository and commit that the rows of a hub name were read from, to read the same ones again
+    files: tuple[Path, ...] = ()  # the files that were chosen for a folder or a name on the hub
 
 
 def open_data(name: str | Path) -> DataSource:
-    """The rows that a path, a name on the hub or a name of `rows_in_memory` stands for."""
+    """Open the rows of a path, a name on the hub or a name of `rows_in_memory`."""
     given = str(name)
     if given.startswith(MEMORY):
         return DataSource(_read_memory(given))
@@ -63,7 +63,7 @@ def open_data(name: str | Path) -> DataSource:
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
-    """The rows of a data set, each with its place: `({"prompt": "2+3="}, "train.jsonl:17")`."""
+    """Yield the rows of a data set, each with its location: `({"prompt": "2+3="}, "train.jsonl:17")`."""
     return open_data(path).rows
 
 
@@ -103,8 +103,9 @@ def _refuse_unknown_kind(file: Path) -> None:
 
 
 def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A name such as `memory:3f5a...` that stands for these rows wherever a path to data may stand, in this process. The same rows always
-    have the same name, so that a run can resume with them. `rows`: a list of dictionaries, a `datasets.Dataset`, or another iterable."""
+    """Return a name such as `memory:3f5a...` for these rows, which may be used instead of any path to data, in this process. The same rows
+    always have the same name, so that a run can resume with them. `rows`: a list of dictionaries, a `datasets.Dataset`, or another
+    iterable."""
     accepted = "Give a list of dictionaries, one split of a data set, or frame.to_dict('records') of a pandas table."
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise UserError(f"found {type(rows).__name__}, not rows. {accepted}")
@@ -127,7 +128,7 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def forget_rows(name: str) -> None:
-    """Free the rows that a name of `rows_in_memory` stands for."""
+    """Free the rows behind a name of `rows_in_memory`."""
     _in_memory.pop(name, None)
 
 
@@ -197,7 +198,7 @@ def _json_file(file: Path) -> dict[str, Any]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The data files of a folder as on the hub: those of the training split where files are named by split, otherwise all."""
+    """Return the data files of a folder as on the hub: those of the training split if files are named by split, otherwise all."""
     names = list(islice(_names_below(folder), _MOST_FILES + 1))
     if len(names) > _MOST_FILES:
         raise UserError(f"{folder}: holds more than {_MOST_FILES} files. Give the folder of one data set.")

@@ -1,13 +1,14 @@
 """Reading one data file: JSON lines, a JSON list or CSV, each also compressed with gzip; parquet; an arrow stream.
 
-Enters: a file whose name says its format. Leaves: its rows as plain dictionaries, in order, each with its place for messages. Guaranteed:
-whatever the file holds, what cannot be read is a `UserError` that names the file, the row and the remedy; a name that disagrees with the
-content is reported before the first row is read; a key or column that a row has twice is never chosen from; a row is text that can be
-encoded, and never nested deeper than MOST_DEPTH; a file that unpacks to far more than its size is refused as soon as that is known. A JSON
-list is held in memory as a whole; other files are read line by line or in batches of rows, of a parquet file in batches of bounded size. A
-`MemoryError` is passed on: it does not mean a bad file.
+Enters: a file whose name says its format. Leaves: its rows as plain dictionaries, in order, each with its location for messages.
+Guaranteed: unreadable content of any kind is a `UserError` that names the file, the row and the remedy; a name that disagrees with the
+content is reported before the first row is read; a key or column that a row has twice is refused; a row is text that can be encoded, and
+never nested deeper than MOST_DEPTH; a file that unpacks to far more than its size is refused as early as possible. A JSON list is held in
+memory as a whole; other files are read line by line or in batches of rows, of a parquet file in batches of bounded size. A `MemoryError` is
+passed on: it does not mean a bad file.
 
-Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
+Locations: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow
+do.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Reader = Callable[[Path], Iterator[PlacedRow]]
 MOST_DEPTH = 64
 _MOST_LINE_BYTES = 2**28
 _UNPACKED_BYTES, _UNPACKED_RATIO = 2**30, 200  # a file that exceeds both is refused; text packs to a tenth, seldom to a hundredth
-_BATCH_ROWS = 64  # fewer take longer, more do not take less
+_BATCH_ROWS = 64  # with fewer rows reading takes longer, with more it is not faster
 _SCALARS = (int, float, bytes, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, type(None))
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 _CELLS_WITH_OBJECTS = frozenset({"extra_info", "reward_model"})
 _PARQUET, _ARROW, _GZIP = "a parquet file", "an arrow stream", "compressed with gzip"
-_MAGIC = {  # how files begin that are not text, in lower case
+_MAGIC = {  # first bytes of files that are not text, in lower case
     b"par1": _PARQUET,
     b"\xff\xff\xff\xff": _ARROW,
     b"\x1f\x8b": _GZIP,
@@ -53,7 +54,7 @@ _MAGIC = {  # how files begin that are not text, in lower case
 
 
 def read_rows_of(file: Path) -> Iterator[PlacedRow]:
-    """The rows of a data file, each with its place."""
+    """Yield the rows of a data file, each with its location."""
     read = 0
     try:
         _refuse_other_content(file)
@@ -62,7 +63,7 @@ def read_rows_of(file: Path) -> Iterator[PlacedRow]:
             read += 1
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # whatever the decoders raise for content that is none
+    except Exception as error:  # any error that the decoders raise for wrong content
         if isinstance(error, OSError) and error.errno:
             raise UserError(f"{file}: cannot be read ({error.strerror}). Check its permissions.") from error
         raise UserError(
@@ -72,12 +73,12 @@ def read_rows_of(file: Path) -> Iterator[PlacedRow]:
 
 
 def suffix_of(file: PurePath) -> str:
-    """The end of the file's name that says its format, such as `.jsonl.gz`; empty if there is none."""
+    """Return the end of the file's name that says its format, such as `.jsonl.gz`; an empty string if there is none."""
     return next((suffix for suffix in _READERS if file.name.lower().endswith(suffix)), "")
 
 
 def plain_row(row: object, place: str) -> dict[str, Any]:
-    """A copy of a row that is made of Python's own types only, so that nothing that happens to the original changes it."""
+    """Return a copy of a row that consists only of Python's own types, so that later changes to the original do not affect it."""
     if not isinstance(row, Mapping):
         raise UserError(f"{place}: found {type(row).__name__}, not an object of columns.")
     plain: dict[str, Any] = {}
@@ -137,7 +138,7 @@ def _refuse_bomb(file: Path, size: int, unpacked: int) -> None:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Each line of a text file, unpacked, with its place."""
+    """Yield each line of a text file, unpacked, with its location."""
     size, read, number = file.stat().st_size, 0, 0
     with file.open("rb") as stored, gzip.open(stored) if suffix_of(file).endswith(".gz") else stored as stream:
         # Read as bytes, so that text in another encoding is reported with its line.
@@ -173,7 +174,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _json_value(text: str, start: int, place: str, remedy: str) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and where it ends."""
+    """Return the JSON value that begins at `start`, and where it ends."""
     try:
         return _JSON.raw_decode(text, start)
     except UserError as error:
@@ -185,7 +186,7 @@ def _json_value(text: str, start: int, place: str, remedy: str) -> tuple[Any, in
 def _json_row(row: object, text: str, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f'{place}: a JSON {type(row).__name__}, not an object. Each row must be an object such as {{"prompt": ...}}.')
-    # The whole row is looked through only if the text could hold what is refused.
+    # The whole row is checked only if its text could contain something that is refused.
     suspicious = "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MOST_DEPTH
     return plain_row(row, place) if suspicious else row
 
@@ -202,7 +203,7 @@ def _read_json_lines(file: Path) -> Iterator[PlacedRow]:
 
 
 def _read_json(file: Path) -> Iterator[PlacedRow]:
-    """One list of objects, or one object a line."""
+    """Read one list of objects, or one object a line."""
     first = next((text.strip() for text, _ in _lines(file) if text.strip()), "")
     if first.startswith("["):
         return _read_json_list(file)
@@ -211,7 +212,7 @@ def _read_json(file: Path) -> Iterator[PlacedRow]:
 
 
 def _refuse_one_object(file: Path, first: str) -> None:
-    """Refuse a file that is one object, over several lines or with its columns as lists, in place of rows."""
+    """Refuse a file that is one object, over several lines or with its columns as lists, instead of rows."""
     try:
         found = json.loads(first)
         is_row = (
@@ -267,7 +268,8 @@ def _read_csv(file: Path) -> Iterator[PlacedRow]:
 
 
 def _cell(name: str, text: str, place: str) -> Any:
-    """Text, or what JSON text stands for: messages in any column, an object in a column that holds objects. An empty cell is missing."""
+    """Return a cell's text, or the value of JSON text: messages in any column, an object in a column that holds objects. An empty cell is
+    missing."""
     if text.startswith("[{'"):
         raise UserError(f"{place}: column {name!r} has messages as Python prints them. Write them with json.dumps, or save parquet.")
     if text.startswith("[") or (text.startswith("{") and name in _CELLS_WITH_OBJECTS):
@@ -295,12 +297,12 @@ def _read_parquet(file: Path) -> Iterator[PlacedRow]:
 
 
 def _parquet_batches(file: Path, parquet: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    """Batches of rows that take at most about _UNPACKED_BYTES, unless a single row takes more."""
+    """Yield batches of rows that take at most about _UNPACKED_BYTES, unless a single row takes more."""
     groups = [_stored_bytes(parquet.metadata.row_group(number)) for number in range(parquet.num_row_groups)]
     size, read = file.stat().st_size, 0
     _refuse_bomb(file, size, sum(groups))
     for number, stored in enumerate(groups):
-        # A value that is stored once can stand in many rows, and no value is larger than all that its group of rows stores.
+        # A value that is stored once can be in many rows, and no value is larger than all that its group of rows stores.
         rows = min(_BATCH_ROWS, max(1, _UNPACKED_BYTES // max(1, stored)))
         for batch in parquet.iter_batches(batch_size=rows, row_groups=[number]):
             read += batch.nbytes
@@ -310,7 +312,7 @@ def _parquet_batches(file: Path, parquet: pq.ParquetFile) -> Iterator[pa.RecordB
 
 def _stored_bytes(group: pq.RowGroupMetaData) -> int:
     columns = (group.column(number) for number in range(group.num_columns))
-    # Equal values in a row are stored as one with their count, and take 8 bytes each when read.
+    # Equal consecutive values are stored once with their count, and take 8 bytes each when read.
     return sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in columns)
 
 

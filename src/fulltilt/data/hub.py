@@ -1,10 +1,10 @@
 """Data sets of the Hugging Face hub.
 
-Enters: a name such as `openai/gsm8k/main:train`, in its parts. Leaves: the files of that split in the hub's cache, and the commit that they
-come from. Guaranteed: without a revision, the hub's own conversion to parquet is read, which every public data set has whatever its
-format, and the repository's own files where there is no conversion, chosen as its README.md says, else by their names; only the README.md
-and the files of the split are downloaded; what was downloaded before is found without a network; whatever the hub answers, a failure is a
-`UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` are respected.
+Enters: a name such as `openai/gsm8k/main:train`, in its parts. Leaves: the files of that split in the hub's cache, and their commit.
+Guaranteed: without a revision, the hub's own conversion to parquet is read, which every public data set has whatever its format, and
+otherwise the repository's own files, chosen by its README.md or else by their names; only the README.md and the files of the split are
+downloaded; files that were downloaded before are found without a network; any failure is a `UserError` in one line with the remedy.
+`HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` are respected.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HubFiles:
 
 
 def fetch(dataset: HubDataset) -> HubFiles:
-    """Download the files of a split, unless they are in the cache already."""
+    """Download the files of a split, unless they are already in the cache."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="fulltilt")
@@ -68,22 +68,23 @@ def fetch(dataset: HubDataset) -> HubFiles:
 class _Listing:
     revision: str
     names: list[PurePosixPath]
-    cached: bool  # the hub cannot be reached: these are the files in the cache, which may be only some of the revision's
+    cached: bool  # the hub cannot be reached: the names are those of files in the cache, which may be only some of the revision's
 
 
 def _shards_like(name: PurePath) -> str:
-    """A pattern for a file and the other shards of its data set, with which the hub's client tells whether one is missing in the cache."""
+    """Return a pattern for a file and the other shards of its data set, by which the hub's client knows whether one is missing in the
+    cache."""
     return str(PurePosixPath(glob.escape(str(name.parent))) / re.sub(r"\d+", "[0-9]*", glob.escape(name.name)))
 
 
 def _download(api: HfApi, repo: str, revision: str, patterns: list[str], cached: bool) -> Path:
-    """The folder in the cache that has all files of these patterns."""
+    """Return the folder in the cache that has all files of these patterns, and download them if necessary."""
     options: dict[str, Any] = {"repo_type": "dataset", "allow_patterns": patterns, "local_files_only": cached}
     return Path(api.snapshot_download(repo, revision=revision, **options))
 
 
 def _list_files(api: HfApi, dataset: HubDataset) -> _Listing:
-    """The revision to read, and the names of its files."""
+    """Return the revision to read, and the names of its files."""
     if dataset.revision is not None:
         return _listing(api, dataset.repo, dataset.revision)
     with contextlib.suppress(RevisionNotFoundError, LocalEntryNotFoundError):
@@ -122,10 +123,10 @@ class _CardConfig(BaseModel, coerce_numbers_to_str=True):
     config_name: str = "default"
     default: bool = False
     data_dir: str = ""
-    data_files: str | list[str] | list[_FilesOfSplit] | None = None  # patterns, relative to data_dir. Without a split, it is `train`
+    data_files: str | list[str] | list[_FilesOfSplit] | None = None  # patterns, relative to data_dir. Without a split, the split is `train`
 
     def splits(self) -> dict[str, list[str]]:
-        """The patterns of each split; none where files are to be chosen by their names."""
+        """Return the patterns of each split; an empty dictionary if files are to be chosen by their names."""
         found: dict[str, list[str]] = {}
         for entry in [self.data_files] if isinstance(self.data_files, str) else self.data_files or []:
             files = entry if isinstance(entry, _FilesOfSplit) else _FilesOfSplit(split="train", path=entry)
@@ -138,7 +139,7 @@ class _Card(BaseModel):
 
 
 def _read_card(api: HfApi, repo: str, listing: _Listing) -> dict[str, _CardConfig]:
-    """The configurations that the README.md of a repository defines, by their names."""
+    """Return the configurations that the README.md of a repository defines, by their names."""
     if _README not in listing.names:
         return {}
     folder = _download(api, repo, listing.revision, [str(_README)], listing.cached)
@@ -150,7 +151,7 @@ def _read_card(api: HfApi, repo: str, listing: _Listing) -> dict[str, _CardConfi
 
 
 def _default_config(dataset: HubDataset, names: Sequence[str], configs: dict[str, _CardConfig]) -> str:
-    """The configuration of a name without one. `names`: those that there are."""
+    """Return the configuration for a name without one. `names`: all configurations."""
     marked = [name for name in names if name in configs and configs[name].default]
     found = marked or [name for name in names if name == "default"] or names
     if len(found) > 1:
@@ -182,7 +183,7 @@ def _of_conversion(api: HfApi, dataset: HubDataset, listing: _Listing) -> list[P
 
 
 def _of_repository(api: HfApi, dataset: HubDataset, listing: _Listing) -> list[PurePath]:
-    """Files that a configuration of the README.md names; where it defines none of this name, those of a folder of this name."""
+    """Return the files that a configuration of the README.md names; if it defines none with this name, those of a folder with this name."""
     configs, names, split = _read_card(api, dataset.repo, listing), listing.names, dataset.split or "train"
     name = dataset.config or (_default_config(dataset, list(configs), configs) if configs else None)
     if name in configs:
@@ -200,7 +201,7 @@ def _of_repository(api: HfApi, dataset: HubDataset, listing: _Listing) -> list[P
 
 
 def _matching(dataset: HubDataset, names: Sequence[PurePosixPath], split: str, patterns: dict[str, list[str]]) -> list[PurePath]:
-    """The data files of a split by its patterns, in the order of the patterns, and of their names within one."""
+    """Return the data files of a split by its patterns, in the order of the patterns, and of the names within one pattern."""
     if split not in patterns:
         raise UserError(f"{dataset.repo}: no split {split!r}, but {listed(list(patterns))}. Name one of these after a colon.")
     found: dict[PurePath, None] = {}
@@ -214,7 +215,7 @@ def _matching(dataset: HubDataset, names: Sequence[PurePosixPath], split: str, p
 
 @contextlib.contextmanager
 def _reporting(dataset: HubDataset) -> Iterator[None]:
-    """Turn what the hub's client raises into a UserError that says what to do."""
+    """Turn errors of the hub's client into a UserError with the remedy."""
     try:
         yield
     except UserError:

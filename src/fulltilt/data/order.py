@@ -1,7 +1,7 @@
-"""A data set: how rows of files become its items, and the order in which a run goes through it (batches, epochs, the place to resume from).
+"""A data set: how rows of files become its items, and the order in which a run uses them (batches, epochs, the position to resume from).
 
 Enters: paths, a function that turns one row into items, and the limits on their lengths; then a `Cursor` and the seed. Leaves: the data set
-of the items kept; then the next batch and the next cursor. Guaranteed: rows are numbered over all files before any is left out; an
+with the kept items; then the next batch and the next cursor. Guaranteed: rows are numbered over all files before any is left out; an
 over-long item is left out and counted, never cut; a row that cannot be used is a `UserError` with its file, line and columns. Batches are
 pure functions of their arguments, so a run that resumes from a saved cursor sees exactly the batches of an uninterrupted one; no item comes
 twice in an epoch; no batch is ever partial or spans two epochs.
@@ -26,12 +26,12 @@ from fulltilt.words import listed, many
 Item = TypeVar("Item", Prompt, Row)
 Value = TypeVar("Value")
 Columns = Mapping[str, Any]
-Parse = Callable[[int, Columns], Sequence[Any]]  # a row's number and its columns give the items made of it
+Parse = Callable[[int, Columns], Sequence[Any]]  # maps a row's number and its columns to items
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a run has come in its data. Two numbers, saved with every checkpoint."""
+    """A run's position in its data. Two numbers, saved with every checkpoint."""
 
     epoch: int = 0
     offset: int = 0  # items of this epoch already taken
@@ -43,7 +43,7 @@ class Cursor:
 # A step asks for one batch, and the order stays the same for the whole epoch.
 @lru_cache(maxsize=4)
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order of `size` items in an epoch: a permutation by (seed, epoch), or the order of the files."""
+    """Return the order of `size` items in an epoch: a permutation by (seed, epoch), or the order of the files."""
     order = np.arange(size)
     if shuffle:
         order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(size)
@@ -55,12 +55,12 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 class InEpochs(Generic[Item]):
     """A data set, in the order of its files, that is used in epochs of whole batches."""
 
-    noun: ClassVar[str]  # what an item is called in messages, in the singular
+    noun: ClassVar[str]  # singular noun for an item in messages
 
     items: tuple[Item, ...]
-    said: str = ""  # what was read and what was left out, in words
+    said: str = ""  # rows that were read and left out, in words
     versions: tuple[str, ...] = ()  # the commits of the data sets on the hub that were read
-    columns: tuple[str, ...] = ()  # that rows have
+    columns: tuple[str, ...] = ()  # columns of the rows
 
     @property
     def longest(self) -> int:
@@ -74,7 +74,7 @@ class InEpochs(Generic[Item]):
         return f"{self.said}; the longest {self.noun} kept has {many(self.longest, 'token')}"
 
     def take(self, cursor: Cursor, count: int, seed: int, shuffle: bool) -> tuple[tuple[Item, ...], Cursor]:
-        """The next `count` items from `cursor`, and the cursor after them. Where an epoch has fewer left, the next one begins."""
+        """Return the next `count` items from `cursor`, and the cursor after them. If an epoch has fewer left, the next one begins."""
         self.steps_per_epoch(count)
         if cursor.offset + count > len(self):
             cursor = Cursor(cursor.epoch + 1, 0)
@@ -83,7 +83,7 @@ class InEpochs(Generic[Item]):
         return tuple(self.items[index] for index in order[cursor.offset : end]), Cursor(cursor.epoch, end)
 
     def steps_per_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> int:
-        """`key` is the setting that says how many items are taken at a time, for messages."""
+        """Return the number of steps in an epoch. `key` is the setting that says how many items are taken at a time, for messages."""
         assert count > 0, "a batch holds at least one item"
         if len(self) < count:
             raise UserError(
@@ -99,7 +99,7 @@ class InEpochs(Generic[Item]):
         return f"an epoch is {many(steps, _unit(key))} of {many(count, self.noun)}; {rest}"
 
     def digest(self) -> str:
-        """Identifies the data set by its tokens, which of them are trained on, and what answers are judged by, in order."""
+        """Return an identifier of the data set by its tokens, which of them are trained on, and what answers are judged by, in order."""
         found = hashlib.sha256()
         for item in self.items:
             found.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + _beside_tokens(item))
@@ -124,11 +124,11 @@ DataSet = TypeVar("DataSet", bound=InEpochs[Any])
 
 @dataclass(frozen=True)
 class Limit:
-    """Items of more tokens than `most` are left out."""
+    """A limit on tokens: items with more than `most` are left out."""
 
     key: str  # the user's setting
     most: int
-    noun: str  # what is measured, in the singular
+    noun: str  # singular noun for what is measured
     tokens: Callable[[Any], int]  # counts the tokens of an item
 
     def said(self, left_out: int) -> str:
@@ -140,8 +140,8 @@ class Limit:
 def load_items(
     kind: type[DataSet], paths: str | Sequence[str], parse: Parse, limits: Sequence[Limit], wrong: list[str] | None = None
 ) -> DataSet:
-    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out. `wrong`: a list for the mistakes in rows, which
-    are then left out, to find all of them; otherwise the first one is raised."""
+    """Parse every row of `paths`, in order; items beyond a limit are left out. `wrong`: a list for the mistakes in rows, which are then
+    left out, to find all of them; without it the first mistake is raised."""
     names = [paths] if isinstance(paths, str) else list(paths)
     kept: list[Any] = []
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
@@ -198,7 +198,8 @@ def _parsed(parse: Parse, number: int, row: Columns, place: str) -> Sequence[Any
 
 
 def value_at(row: Columns, name: str) -> Any:
-    """A column, or what an object in one has: `extra_info.question`. None if there is none. A column with such a name goes first."""
+    """Return a column, or a value inside an object in one: `extra_info.question`. None if there is none. A column with the whole name comes
+    first."""
     if name in row or "." not in name:
         return row.get(name)
     value: Any = row
@@ -208,7 +209,7 @@ def value_at(row: Columns, name: str) -> Any:
 
 
 def column(row: Columns, name: str, kind: type[Value], expected: str) -> Value | None:
-    """A column that a row may have; None if it has not."""
+    """Return a column that a row may have; None if it has not."""
     value = value_at(row, name)
     if value is not None and not isinstance(value, kind):
         raise UserError(f"'{name}' is of type {type(value).__name__}; it must be {expected}.")

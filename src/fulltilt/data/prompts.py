@@ -1,8 +1,8 @@
 """Prompts for rollout.
 
-Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: rows in verl's layout and plain rows give the
-same `Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out; its `source` is what the
-ids were made from, including the system message.
+Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: rows in verl's layout and plain rows give the same
+`Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out; its `source` is the text or
+messages behind its ids, including the system message.
 
 Columns: the prompt (`data.prompt_key`); the ground truth from `reward_model.ground_truth`, else `ground_truth`, else `answer`; and, if
 there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fulltilt.schema import DataConfig
 
-GROUND_TRUTHS = ("ground_truth", "answer")  # the columns with it, the first that a row has before the others
+GROUND_TRUTHS = ("ground_truth", "answer")  # columns of the ground truth; the first that a row has is used
 
 
 class PromptSet(InEpochs[Prompt]):

@@ -1,16 +1,16 @@
 """Rows for supervised fine-tuning.
 
-Enters: data files, the tokenizer, the `data` section. Leaves: a `RowSet` of `Row`s whose mask is true on what the assistant says and on the
-token that ends each of its turns, and nowhere else. Guaranteed, for any chat template: every trained token comes after exactly the ids
-that rollout would have read before it, generation prompt included; every trained turn ends with one end token.
+Enters: data files, the tokenizer, the `data` section. Leaves: a `RowSet` of `Row`s whose mask is true on the assistant's text and on the
+token that ends each of its turns, and nowhere else. Guaranteed, for any chat template: every trained token comes after exactly the ids that
+rollout would have read before it, generation prompt included; every trained turn ends with one end token.
 
 Forms of a row: a prompt (`data.prompt_key`, string or messages) with a response (`data.response_key`, a string); or a conversation
 (`data.messages_key`) that ends with the assistant's message, trained on all of the assistant's turns or on the last (`data.train_turns`),
 except for those with `"weight": 0`.
 
-How a conversation becomes rows: each trained turn is written as if it were the last, after its history as the template writes it then.
-Where this text continues that of the previous turn, the two are one row; so most templates give one row per conversation. Where it does
-not, because the template changes earlier turns (for example, drops their reasoning), the turn starts a row of its own.
+How a conversation becomes rows: each trained turn is written as if it were the last, after its history as the template then writes it. If
+this text continues that of the previous turn, the two are one row; so most templates give one row per conversation. If it does not, because
+the template changes earlier turns (for example, drops their reasoning), the turn starts a row of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_sft(
     `wrong`: as in `load_items`.
     """
     writer = _Writer(tokenizer, config, end_ids)
-    split: list[int] = []  # rows of each conversation that became several
+    split: list[int] = []  # number of rows of each conversation that became several
 
     def parse(number: int, row: Columns) -> list[Row]:
         rows = writer.rows(row)
@@ -62,7 +62,7 @@ def load_sft(
 
 
 def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
-    """Places of the assistant's messages, without those that have the weight 0 (a key of OpenAI's format)."""
+    """Return the indices of the assistant's messages, without those that have the weight 0 (a key of OpenAI's format)."""
     turns = []
     for place, message in enumerate(conversation):
         assistant = message["role"] == "assistant"
@@ -78,7 +78,7 @@ def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
 
 
 class _Writer:
-    """Writes what the assistant says after its prompt, as ids."""
+    """Writes the assistant's text after its prompt, as ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int]) -> None:
         self._encoder = PromptEncoder(tokenizer, config)
@@ -89,7 +89,7 @@ class _Writer:
         self._ends = {self._end, *end_ids}
 
     def rows(self, row: Columns) -> list[Row]:
-        """The rows that a row of the data becomes."""
+        """Return the training rows that a row of the data becomes."""
         prompt_key, response_key, messages_key = self._config.prompt_key, self._config.response_key, self._config.messages_key
         prompt, messages = value_at(row, prompt_key), value_at(row, messages_key)
         if prompt is not None and value_at(row, response_key) is not None:
@@ -115,7 +115,7 @@ class _Writer:
         return [_row(before, self._ended(self._encoder.encode_text(response, "data.max_tokens")))]
 
     def _conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
-        """The rows that train the messages at `turns`."""
+        """Return the rows that train the messages at `turns`."""
         rows: list[Row] = []
         for turn in turns:
             row = self._turn(messages[:turn], messages[turn], alone=len(turns) == 1)
@@ -126,8 +126,9 @@ class _Writer:
         return rows
 
     def _turn(self, history: Sequence[Message], answer: Message, alone: bool) -> Row:
-        """One message of the assistant after its history, written as the last message of a conversation. Only of one that is trained on
-        alone is it known, before it is tokenised, which limit its length would break: others may become part of a longer row."""
+        """Return the row of one message of the assistant after its history, written as the last message of a conversation. Only for a
+        message that is trained on alone the limit that its length would break is known before it is tokenised: others may become part of a
+        longer row."""
         if not any(_texts(answer)) and not answer.get("tool_calls"):
             raise UserError(f"the response is empty: {_shown(answer)}. Remove the row, or give it a response.")
         if not history or history[-1]["role"] == "assistant":
@@ -144,7 +145,7 @@ class _Writer:
         return _row(prompt, self._ended(written or self._from_text(answer)))
 
     def _from_template(self, history: Sequence[Message], prompt: list[int], answer: Message, limit: str) -> list[int] | None:
-        """What the template writes after the prompt, or None if the conversation, as it writes it, does not begin with the prompt."""
+        """Return what the template writes after the prompt; None if the conversation, as it writes it, does not begin with the prompt."""
         whole = self._encoder.encode_messages([*history, answer], add_generation_prompt=False, limit=limit)
         if whole[: len(prompt)] != prompt:
             return None
@@ -170,7 +171,7 @@ class _Writer:
         return self._encoder.decode(self._encoder.encode_text(text.strip())).strip()
 
     def _ended(self, response: list[int]) -> list[int]:
-        """The response up to the first of the tokens that end it; one is added if there is none."""
+        """Return the response up to the first of the tokens that end it; one is added if there is none."""
         first = None
         for place in reversed(range(len(response))):
             if response[place] in self._ends:

@@ -1,7 +1,7 @@
-"""Which of many files are one data set: the shards of a split, in their order.
+"""Selection of the files of one data set among many: the shards of a split, in their order.
 
-Enters: the names of all files of a folder or of a repository on the hub, relative to it. Leaves: those of one split. Guaranteed: where
-several data sets could be meant, or a shard is missing, a `UserError` names the files, and nothing is guessed.
+Enters: the names of all files of a folder or of a repository on the hub, relative to it. Leaves: those of one split. Guaranteed: if several
+data sets could be meant, or a shard is missing, a `UserError` names the files, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _SPLITS = {
     "validation": frozenset({"validation", "valid", "val", "dev"}),
     "eval": frozenset({"eval", "evaluation"}),
 }
-# Written beside the data by `datasets` and by the hub; they describe the data and hold none of it.
+# Files that `datasets` and the hub write beside the data; they describe the data and hold none of it.
 _DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 
 
 def choose_files(found: Sequence[PurePath], where: str, split: str = "train") -> list[PurePath]:
-    """The data files of a split among all files of a data set, in the order of its shards. `where` is the data set's name, for messages."""
+    """Return the data files of a split among all files of a data set, in the order of its shards. `where` is the data set's name, for
+    messages."""
     data = [file for file in found if is_data(file)]
     if not data:
         raise UserError(f"{where}: no data files inside ({', '.join(SUFFIXES)}). Give a data file, or a folder that holds some.")
@@ -42,7 +43,7 @@ def choose_files(found: Sequence[PurePath], where: str, split: str = "train") ->
 
 
 def is_data(file: PurePath) -> bool:
-    """Whether a file of a data set holds rows, by its name."""
+    """Return whether a file of a data set holds rows, by its name."""
     return bool(suffix_of(file)) and file.name not in _DESCRIPTIONS and not any(part.startswith(".") for part in file.parts)
 
 

@@ -1,9 +1,9 @@
-"""Turning a prompt as a person wrote it into the token ids the model reads.
+"""Conversion of a prompt as a person wrote it into the token ids that the model reads.
 
-Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: at most one beginning-of-sequence
-token at the front; no end-of-sequence token that the tokenizer appended by itself (the model would continue an ended text); messages
-always end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`; whatever a template
-or a tokenizer raises is one, too. Errors do not say where the row is: the caller knows its file and line and adds them.
+Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: at most one beginning-of-sequence token
+at the front; no end-of-sequence token that the tokenizer appended by itself (the model would continue an ended text); messages always end
+with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`; any error of a template or a
+tokenizer becomes one, too. Errors do not say where the row is: the caller knows its file and line and adds them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 TEMPLATE_REMEDY = "Change the messages, or set model.chat_template."
-_MOST_CHARACTERS = 2**24  # the longest text that is tokenised where no limit in tokens is set: no model reads more
+_MOST_CHARACTERS = 2**24  # longest text that is tokenised if no limit in tokens is set: no model reads more
 
-# Arguments of apply_chat_template that say how ids are made, not what the template writes; fulltilt sets these itself.
+# Arguments of apply_chat_template that control how ids are made, not what the template writes; fulltilt sets these itself.
 _RESERVED_ARGUMENTS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding",
@@ -39,11 +39,11 @@ _RESERVED_ARGUMENTS = frozenset(
 class Encoded(NamedTuple):
     ids: np.ndarray  # int64
     text: str  # the same, decoded
-    source: str | tuple[Message, ...]  # what they were made from: the string, or the messages as the template got them
+    source: str | tuple[Message, ...]  # what the ids were made from: the string, or the messages as the template got them
 
 
 class OverLong(Exception):
-    """A text that breaks the limit `key`, as its characters tell without tokenising it: it has `tokens` or more."""
+    """A text that exceeds the limit `key`, as its number of characters shows without tokenising it: it has `tokens` or more."""
 
     def __init__(self, key: str, tokens: int) -> None:
         super().__init__(key, tokens)
@@ -51,10 +51,10 @@ class OverLong(Exception):
 
 
 class PromptEncoder:
-    """Encodes the prompts of a data set, all in the same way, for rollout and for SFT alike."""
+    """Encodes the prompts of a data set, all in the same way, for rollout and for SFT."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, remedy: str = TEMPLATE_REMEDY) -> None:
-        """`remedy`: what to do where the chat template fails."""
+        """`remedy`: what to do if the chat template fails."""
         self._tokenizer, self._remedy = tokenizer, remedy
         self._system = config.system
         self._template_args = config.template_args
@@ -70,7 +70,7 @@ class PromptEncoder:
             self._messages_of_list = _refuse_messages
 
     def encode(self, prompt: object, limit: str = "") -> Encoded:
-        """A prompt as rollout reads it. `limit` is the key of the length limit that leaves it out of a data set."""
+        """Encode a prompt as rollout reads it. `limit` is the key of the length limit that leaves it out of a data set."""
         messages = self.messages(prompt)
         if messages is not None and messages[-1]["role"] == "assistant":
             raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Remove that message.")
@@ -83,7 +83,7 @@ class PromptEncoder:
         return Encoded(np.asarray(ids, dtype=np.int64), self.decode(ids), str(prompt) if messages is None else tuple(messages))
 
     def messages(self, prompt: object) -> list[Message] | None:
-        """A prompt or conversation as the messages that go through the template, the system message included; None for a string that
+        """Return the messages of a prompt or conversation that go through the template, the system message included; None for a string that
         stays plain."""
         messages = self._messages_of_string(prompt) if isinstance(prompt, str) else self._messages_of_list(prompt)
         if messages is None or self._system is None or any(message["role"] == "system" for message in messages):
@@ -91,11 +91,11 @@ class PromptEncoder:
         return [{"role": "system", "content": self._system}, *messages]
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template mentions a key of messages or an argument."""
+        """Return whether the chat template mentions a key of messages or an argument."""
         return name in self._template()
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool, limit: str = "") -> list[int]:
-        """A conversation as the chat template writes it."""
+        """Encode a conversation as the chat template writes it."""
         template = self._template()
         try:
             text = chat_template.render(
@@ -107,7 +107,7 @@ class PromptEncoder:
         return self._without_double_bos(self.encode_text(text, limit))
 
     def encode_text(self, text: str, limit: str = "") -> list[int]:
-        """Text in the middle of a sequence: no special token is added."""
+        """Encode text in the middle of a sequence: no special token is added."""
         return self._tokenise(self._short_enough(text, limit), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,7 +116,7 @@ class PromptEncoder:
     def _encode_string(self, text: str) -> list[int]:
         plain = self.encode_text(text)
         full = self._tokenise(text)
-        # Whatever the tokenizer puts after the text (an end of sequence, a separator) would end the prompt before the answer.
+        # Any token that the tokenizer puts after the text (an end of sequence, a separator) would end the prompt before the answer.
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return self._without_double_bos(full[:start] + plain)
@@ -131,21 +131,21 @@ class PromptEncoder:
             raise UserError(f"the tokenizer cannot read this text ({first_line(error)}). Change it, or leave it out.") from error
 
     def _short_enough(self, text: str, limit: str) -> str:
-        """Refuse a text that is too long for any tokenizer to bring it within the limit: tokenising it could take minutes."""
+        """Refuse a text that no tokenizer can bring within the limit: tokenising it could take minutes."""
         most = self._limits.get(limit)
         if most is None:
             if len(text) > _MOST_CHARACTERS:
                 raise UserError(
                     f"the text has {len(text)} characters. Shorten it, or leave it out; for SFT, data.max_tokens leaves it out."
                 )
-        # A few tokens at the end of a text may not count.
+        # A few tokens at the end of a text may be dropped.
         elif len(text) > 32 * (most + 16) and len(text) > self._longest_token * (most + 16):
             raise OverLong(limit, len(text) // self._longest_token)
         return text
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters that one token can stand for."""
+        """Return the most characters of one token."""
         return max(32, *map(len, self._tokenizer.get_vocab()))
 
     def _without_double_bos(self, ids: list[int]) -> list[int]:
@@ -186,7 +186,7 @@ class PromptEncoder:
 
 
 def checked_messages(value: object) -> list[Message]:
-    """The messages of a conversation as plain dictionaries, or a `UserError` that says which of them is wrong."""
+    """Return the messages of a conversation as plain dictionaries, or raise a `UserError` that says which one is wrong."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -198,7 +198,7 @@ def checked_messages(value: object) -> list[Message]:
 
 
 def without_missing(value: Any) -> Any:
-    """The value without keys that are None: in a parquet column every struct has the keys of all the others."""
+    """Return the value without keys that are None: in a parquet column every struct has the keys of all the others."""
     if isinstance(value, Mapping):
         return {key: without_missing(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

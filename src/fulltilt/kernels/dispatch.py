@@ -1,10 +1,10 @@
-"""Choice between an op's Triton kernel and its torch reference. This is the only file that imports triton.
+"""The choice between an op's Triton kernel and its torch reference. This is the only file that imports triton.
 
 Enters: a tensor of the call. Leaves: whether the kernel runs. Guaranteed: CUDA tensors run the compiled kernel, or raise with the remedy;
 tensors elsewhere run the reference, except CPU tensors while `interpreting` is set, which run the kernel in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when a kernel is defined, so a process has either compiled or interpreted kernels. Where neither could run,
-triton is not imported and `jit` leaves functions as they are.
+Triton reads TRITON_INTERPRET when a kernel is defined, so a process has either compiled or interpreted kernels. If neither can run, triton
+is not imported and `jit` leaves functions unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)  # se
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """triton.jit, with or without options. Where triton is not imported, the function unchanged: it is never called there."""
+    """Apply triton.jit, with or without options. Without triton it returns the function unchanged: it is never called then."""
     if triton is None:
         return function or (lambda undecorated: undecorated)
     return triton.jit(function, **options)
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Whether an op on this tensor launches its kernel."""
+    """Return whether an op on this tensor launches its kernel."""
     if not x.is_cuda:
         return x.is_cpu and interpreting.get()
     if triton is None:

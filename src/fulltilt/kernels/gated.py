@@ -19,7 +19,7 @@ BLOCK = 1024  # numbers per program: 16 bytes of bfloat16 for each thread of 4 w
 
 
 def gated(gate: torch.Tensor, activation: str = "silu", up: torch.Tensor | None = None) -> torch.Tensor:
-    """activation(gate) * up [..., I]. Where `up` is None, `gate` holds both [..., 2 I], the gate first."""
+    """Return activation(gate) * up [..., I]. If `up` is None, `gate` holds both [..., 2 I], the gate first."""
     assert activation in ACTIVATIONS and (gate.shape[-1] % 2 == 0 if up is None else gate.shape == up.shape and gate.dtype == up.dtype)
     if gate.dtype not in FLOATS or not runs_triton(gate):
         return gated_reference(gate, activation, up)
@@ -41,7 +41,7 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _silu(x: tl.tensor) -> tl.tensor:
-    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows, zero is the right result
+    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; if the exponential overflows, zero is the right result
 
 
 @jit
@@ -95,7 +95,7 @@ def _backward_kernel(
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """The stride between rows. Leading axes must be as dense as those of a slice of the last one."""
+    """Return the stride between rows. Leading axes must be as dense as those of a slice of the last one."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last axis must be dense"
     rows = x.flatten(0, -2)
     assert not x.numel() or rows.data_ptr() == x.data_ptr(), "leading axes do not form rows of one stride"
@@ -103,7 +103,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def grid(x: torch.Tensor) -> tuple[int, int]:
-    """A launch grid with rows on the first axis, the only one that may be longer than 65,535."""
+    """Return a launch grid with rows on the first axis, the only one that may be longer than 65,535."""
     return x.numel() // x.shape[-1], triton.cdiv(x.shape[-1], BLOCK)
 
 
@@ -118,7 +118,8 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 
 
 class _Gated(torch.autograd.Function):
-    """Takes one tensor that holds both projections, or two tensors. Gradients have the same form, so that nothing is concatenated."""
+    """The gated product of one tensor that holds both projections, or of two tensors. Gradients have the same form, so that nothing is
+    concatenated."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:

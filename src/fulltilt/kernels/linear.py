@@ -1,15 +1,15 @@
-"""A matrix product whose rows do not depend on how many rows there are.
+"""A matrix product whose rows do not depend on the number of rows.
 
 Enters: x [..., inner], a weight [outer, inner] and perhaps a bias [outer]. Leaves: x @ weight.T + bias.
 
 Guaranteed on CUDA in bfloat16 and float16, without gradients: a row's result has the same bits among few rows as among thousands, so
-decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many rows, where it adds up
-the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for up to `MANY` rows there
-are several ways to multiply (`ways`): cuBLAS as it is, cuBLAS told not to split, cuBLAS with more rows than needed, a kernel of our own in
-several sizes. Each number of rows and shape of weight tries them once: ways that give other bits than many rows are dropped, and the
-fastest of the rest is used. The choice changes no number.
+decoding a handful of samples computes what training computes for the same tokens. cuBLAS does so for many rows, where it adds up the inner
+axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for up to `MANY` rows there are
+several ways to multiply (`ways`): cuBLAS as it is, cuBLAS without splitting, cuBLAS with more rows than needed, and fulltilt's kernel in
+several sizes. They are tried once for each number of rows and shape of weight: ways that give other bits than many rows are dropped, and
+the fastest of the rest is used. The choice changes no number.
 
-Elsewhere `linear` is torch's own product. The backward pass uses `add_product`, which adds a product to an existing tensor.
+In all other cases `linear` is torch's own product. The backward pass uses `add_product`, which adds a product to an existing tensor.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fulltilt.words import first_line
 MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # row counts that are tried; others are padded to the next one
 PADDED = (448, 512, 768, MANY, JUDGES)  # row counts that fewer rows may be padded to
-FEW = 384  # rows up to which our kernel can be the fastest
+FEW = 384  # rows up to which fulltilt's kernel can be the fastest
 LOW = (torch.bfloat16, torch.float16)
 TRIALS = 4  # timed runs of each way
-FLUSHES = 6  # repeats of that write, so that the device is busy for longer than the host needs to start the product
+FLUSHES = 6  # repeated writes before a timed run, so that the device is busy for longer than the host needs to start the product
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Tile:
     warps: int = 4
 
 
-# Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster; wider where there are programs enough.
+# Narrow tiles, so that enough programs read the weight at once, and tall ones, which Hopper multiplies faster; wider if there are enough
+# programs.
 TILES = (Tile(64, 16, stages=8), Tile(16, 32), Tile(64, 32), Tile(128, 64, step=64, stages=5))
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -62,7 +63,7 @@ def _product(
     x_row: tl.tensor, weight_row: tl.tensor, out_row: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: some rows and columns of the result, the inner axis from its beginning to its end."""
+    """Compute some rows and columns of the result in one program, the inner axis from its beginning to its end."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, STEP)
@@ -93,7 +94,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, added up in total's type and without a temporary of its size."""
+    """Add left @ right to `total`, in its type and without a temporary of its size."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -108,8 +109,8 @@ _found: dict[tuple[Any, ...], Product] = {}
 
 
 def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The fastest way that gives the bits of many rows. Inside a graph capture, or with a weight that is not finite, nothing can be tried:
-    there it is padding to many rows, which is always right."""
+    """Return the fastest way that gives the bits of many rows. Inside a graph capture, or with a weight that is not finite, nothing can be
+    tried: then the product is padded to many rows, which is always right."""
     key = (rows, weight.shape, weight.stride(), weight.dtype, weight.device, bias is not None)
     if key not in _found:
         found = None if torch.cuda.is_current_stream_capturing() else fastest(ways(rows), rows, weight, bias)
@@ -120,7 +121,7 @@ def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Produ
 
 
 def ways(rows: int) -> dict[str, Product]:
-    """All ways to multiply, by name. The last one is what the others are compared with."""
+    """Return all ways to multiply, by name. The others are compared with the last one."""
     kernels = {f"kernel {tile}": partial(few_rows, tile=tile) for tile in TILES if rows <= FEW and tile.rows < 2 * max(rows, 64)}
     padded = {f"cuBLAS, {count} rows": partial(among, rows=count) for count in PADDED if count > rows}
     return {"cuBLAS": F.linear, "cuBLAS, not split": unsplit_product, **kernels, **padded}
@@ -149,7 +150,7 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Device time of a run that finds the weight evicted from the cache, without the host's time."""
+    """Return the device time of a run whose weight was evicted from the cache, without the host's time."""
     flushed, found = torch.empty(FLUSHED, dtype=torch.uint8, device=device), []
     for _ in range(TRIALS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -171,14 +172,14 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def among(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The product computed with `rows` rows."""
+    """Compute the product with `rows` rows."""
     return F.linear(with_rows(x, rows), weight, bias)[: len(x)]
 
 
 @cache
 def take_warning() -> None:
-    """Have torch write once, to nobody, that choosing a BLAS library is an experimental feature. It writes the line to standard error
-    itself, where neither Python's warnings nor the console see it."""
+    """Let torch write its warning that choosing a BLAS library is an experimental feature, once and to nowhere. torch writes the line to
+    standard error itself, bypassing Python's warnings and the console."""
     library, error = torch.backends.cuda.preferred_blas_library(), os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -192,7 +193,7 @@ def take_warning() -> None:
 
 
 def unsplit_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """cuBLAS's product, not split along the inner axis. Only cuBLAS's newer interface has this setting."""
+    """Compute cuBLAS's product without splitting the inner axis. Only cuBLAS's newer interface has this setting."""
     matmul: Any = torch.backends.cuda.matmul
     name = f"allow_{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     take_warning()
@@ -208,7 +209,7 @@ def unsplit_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile = TILES[0]) -> torch.Tensor:
-    """The kernel, for x [rows, inner] with dense rows."""
+    """Run the kernel, for x [rows, inner] with dense rows."""
     rows, inner = x.shape
     outer = len(weight)
     assert weight.stride(1) == x.stride(1) == 1 and weight.dtype == x.dtype
@@ -223,7 +224,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program can use on a multiprocessor."""
+    """Return the shared memory that one program can use on a multiprocessor."""
     if device.type != "cuda":
         return 227 << 10  # an H100's
     properties: Any = torch.cuda.get_device_properties(device)

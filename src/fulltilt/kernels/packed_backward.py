@@ -17,22 +17,22 @@ from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.paged_attention import LOG2_E, padded
 
 TILE = 64  # tokens that a program collects gradients for, and that it reads at a time
-WIDEST = 128  # head width that two accumulators of a program have room for
+WIDEST = 128  # head width for which two accumulators fit into a program's registers
 MOST_PROGRAMS = 2**16 - 1  # limit of a grid's second axis
 
 
 def takes(q: torch.Tensor, documents: int) -> bool:
-    """Whether the kernels can run for these contiguous queries: positions are 32 bits wide, and the grid has one program per tile of a
-    document. They run on Hopper only: on other chips they were not measured, and need more registers than a thread has."""
+    """Return whether the kernels can run for these contiguous queries: positions are 32 bits wide, and the grid has one program per tile of
+    a document. They run on Hopper only: on other chips they were not measured, and need more registers than a thread has."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
     return q.shape[2] <= WIDEST and q.numel() < 2**31 and len(q) // TILE + documents <= MOST_PROGRAMS
 
 
 def parts_of(lengths: Sequence[int]) -> np.ndarray:
-    """The work of each program, int32 [2, programs, 4], for keys and for queries: the document's first token, the position of the program's
-    first token in the document, the document's length, and where the document would begin if all before it were padded to whole tiles.
-    Programs with the most to read come first: the first keys of a document, and the last queries."""
+    """Return the work of each program, int32 [2, programs, 4], for keys and for queries: the document's first token, the position of the
+    program's first token in the document, the document's length, and where the document would begin if all before it were padded to whole
+    tiles. Programs with the most to read come first: the first keys of a document, and the last queries."""
     long = np.asarray(lengths, np.int64)
     counts = -(-long // TILE)
     first, filled = np.cumsum(long) - long, (np.cumsum(counts) - counts) * TILE
@@ -56,8 +56,8 @@ def _delta(
     row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     WIDTH: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: for some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two.
-    Documents are padded to whole tiles in the results: that aligns them, and beyond the document gives weights of zero."""
+    """Compute in one program, for some tokens of a document and one head, the product of the output and its gradient, and the norm as a
+    power of two. Documents are padded to whole tiles in the results: this aligns them, and gives weights of zero beyond the document."""
     first, begin, length, filled = _part(parts, tl.program_id(0))
     head, at, columns = tl.program_id(1), begin + tl.arange(0, TILE), tl.arange(0, PADDED)
     source, there = first + at, at < length
@@ -76,7 +76,7 @@ def _absorb_queries(
     begin: tl.tensor, length: tl.tensor, q_row: tl.tensor, of_row: tl.tensor, of_keys: tl.tensor, of_values: tl.tensor, inner: tl.tensor,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The tile of queries from `begin` on; where it is not masked, all of them see all the keys."""
+    """Add the tile of queries from `begin` on; without a mask, all of them see all the keys."""
     token, columns = begin + tl.arange(0, TILE), tl.arange(0, PADDED)
     nearest = tl.minimum(token, length - 1)
     kept = (columns < WIDTH)[None, :]
@@ -102,7 +102,8 @@ def _backward_keys(
     k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: some keys of one head of one document, and all queries that see them, one head after the other."""
+    """Compute the gradients of some keys of one head of one document in one program, from all queries that see them, one head after the
+    other."""
     key_head = tl.program_id(0)
     first, begin, length, filled = _part(parts, tl.program_id(1))
     columns, at = tl.arange(0, PADDED), begin + tl.arange(0, TILE)
@@ -126,7 +127,7 @@ def _backward_keys(
                 True,
             )  # fmt: skip
     else:
-        # The tile on the diagonal of each head, then the others: loops of one level, which read ahead from head to head and hold less in
+        # First the tile on the diagonal of each head, then the others: loops of one level read ahead from head to head, and hold less in
         # registers than a loop within a loop.
         for member in range(0, GROUP):
             of_keys, of_values = _absorb_queries(
@@ -152,7 +153,7 @@ def _absorb_keys(
     begin: tl.tensor, length: tl.tensor, k_row: tl.tensor, v_row: tl.tensor, of_queries: tl.tensor, inner: tl.tensor,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The tile of keys from `begin` on; where it is not masked, all queries see all of them."""
+    """Add the tile of keys from `begin` on; without a mask, all queries see all of them."""
     token, columns = begin + tl.arange(0, TILE), tl.arange(0, PADDED)
     kept = (columns < WIDTH)[None, :]
     if MASKED:
@@ -176,7 +177,7 @@ def _backward_queries(
     v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: some queries of one head of one document, and all keys that they see."""
+    """Compute the gradients of some queries of one head of one document in one program, from all keys that they see."""
     head = tl.program_id(0)
     first, begin, length, filled = _part(parts, tl.program_id(1))
     columns, at = tl.arange(0, PADDED), begin + tl.arange(0, TILE)
@@ -206,7 +207,7 @@ def packed_backward(
     of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor, *,
     scale: float, window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values. `parts` is the result of `parts_of` for the documents' lengths, on the device."""
+    """Return the gradients of queries, keys and values. `parts` is the result of `parts_of` for the documents' lengths, on the device."""
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
     assert all(states.stride(2) == 1 for states in (of_out, q, k, v, out)) and norms.is_contiguous() and norms.shape == (heads, tokens)

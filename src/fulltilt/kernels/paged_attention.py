@@ -34,7 +34,7 @@ from fulltilt.kernels.rotary import turned
 
 LOG2_E = math.log2(math.e)
 
-# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: that must not compile a kernel twice.
+# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: this must not compile a kernel twice.
 BASES = ("key_base", "value_base")
 
 
@@ -42,7 +42,7 @@ BASES = ("key_base", "value_base")
 def _share(
     length: tl.tensor, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Number of tokens that are attended to, and how many of them one split takes."""
+    """Return how many tokens are attended to, and how many of them one split takes."""
     span = tl.maximum(length, 0)
     if WINDOW > 0:
         span = tl.minimum(span, WINDOW)
@@ -52,8 +52,8 @@ def _share(
 
 @jit()
 def _cached(base: tl.tensor, index: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """The address of a row of ROW numbers in the cache at `base`, which has the type of `states`. The hints let loads be 16 bytes wide
-    although the compiler cannot see where the address came from."""
+    """Return the address of a row of ROW numbers in the cache at `base`, which has the type of `states`. The hints let loads be 16 bytes
+    wide although the compiler cannot see where the address came from."""
     cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
     return tl.multiple_of(cached, 16) + index * ROW
 
@@ -67,7 +67,7 @@ def _attend(
     CAPPED: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: the query heads of one key head as rows of a tile, over one split of one sequence."""
+    """Attend in one program with the query heads of one key head as rows of a tile, over one split of one sequence."""
     # Key heads of a token are neighbours in memory and run side by side; empty splits come last.
     key_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -91,9 +91,9 @@ def _attend(
     first = tl.arange(0, TILE // 4)[None, None, :] == 0
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     places = tl.arange(0, TILE)
-    # Every rounding is the one that flash attention makes in training, so that the two agree to the bit: from the last tile to the first,
-    # tiles beginning at multiples of their size; scores scaled and rounded before the maximum is taken off (the launch forbids the compiler
-    # to fuse these); each thread adds up its columns in order, beginning with what it has, and only in the end do the four add theirs.
+    # Every rounding is the same as flash attention's in training, so that the two agree bit for bit: from the last tile to the first, tiles
+    # beginning at multiples of their size; scores scaled and rounded before the maximum is subtracted (the launch forbids the compiler to
+    # fuse these); each thread adds its columns in order to its own sum, and only at the end the four sums are added.
     tiles = tl.cdiv(stop, TILE)
     for index in range(0, tiles - begin // TILE):
         token = (tiles - 1 - index) * TILE + places
@@ -111,7 +111,7 @@ def _attend(
         else:
             factor = inner
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))  # finite, for some token of every tile is inside
+        higher = tl.maximum(highest, tl.max(scores, 1))  # finite, because some token of every tile is inside
         fade = tl.exp2((highest - higher) * factor)
         weights = tl.exp2(scores * factor - (higher * factor)[:, None])
         columns_of_thread = tl.permute(tl.reshape(weights, [ROWS, TILE // 8, 4, 2]), [0, 2, 1, 3])
@@ -125,7 +125,7 @@ def _attend(
     sum_of_weights = tl.sum(tl.sum(tl.reshape(total, [ROWS, 2, 2]), 1), 1)  # threads 0 and 2, 1 and 3, then both
     sum_of_weights = tl.where(sum_of_weights > 0, sum_of_weights, 1.0)
     result = mixed * tl.div_rn(tl.full([ROWS], 1.0, tl.float32), sum_of_weights)[:, None]
-    # A sequence that is one split is finished here; of others, the parts go to `_combine`.
+    # A sequence of one split is finished here; the parts of others go to `_combine`.
     finished = tl.where(span <= share, GROUP, 0)
     target = out + row * out_row + head[:, None] * out_head + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=(rows < finished)[:, None] & (columns < WIDTH)[None, :])
@@ -142,7 +142,8 @@ def _combine(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: the splits of one head of one sequence, weighted by their sums of exponentials. Single splits are in place already."""
+    """Combine the splits of one head of one sequence in one program, weighted by their sums of exponentials. Single splits are in place
+    already."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     span, share = _share(tl.load(lengths + sequence), WINDOW, SPLITS, FEWEST, WHOLE, TILE)
     if span <= share:
@@ -164,12 +165,12 @@ def _write(
     v_row: tl.tensor, v_head: tl.tensor,
     KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one token."""
+    """Write one token's keys and values in one program."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     heads, columns = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED)[None, :]
     kept = (heads < tl.where(slot >= 0, KEY_HEADS, 0)) & (columns < WIDTH)
-    # Everything is loaded before anything is stored: the compiler cannot move a load across a store that might touch the same place.
+    # Everything is loaded before anything is stored: the compiler cannot move a load across a store that might touch the same address.
     key = tl.load(k + token * k_row + heads * k_head + columns, mask=kept, other=0.0)
     value = tl.load(v + token * v_row + heads * v_head + columns, mask=kept, other=0.0)
     keys, values = _cached(key_base, slot, k, KEY_HEADS * WIDTH), _cached(value_base, slot, v, KEY_HEADS * WIDTH)
@@ -185,7 +186,7 @@ def _rotate_and_write(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED_QUERIES: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr, PADDED_HALF: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one token, all its heads."""
+    """Rotate and write all heads of one token in one program."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     query_heads, heads = tl.arange(0, PADDED_QUERIES)[:, None], tl.arange(0, PADDED_HEADS)[:, None]
@@ -241,7 +242,7 @@ def paged_attention(
     parts, numbers = batch * heads * launch.splits, partial(torch.empty, dtype=torch.float32, device=q.device)
     # The splits' results, and the logarithms of their sums of exponentials: `footprint.workspace_numbers`.
     sums, norms = (numbers(parts * width), numbers(parts)) if launch.splits > 1 else (None, None)
-    scale = float(np.float32(scale))  # as flash takes it
+    scale = float(np.float32(scale))  # the type in which flash attention takes it
     inner, outer = (scale * LOG2_E, 0.0) if softcap is None else (2.0 * scale * LOG2_E / softcap, softcap * LOG2_E)
     _attend[(key_heads, batch, launch.splits)](
         q, out, sums, norms, key_base, value_base, table, lengths, inner, outer,
@@ -280,10 +281,11 @@ def rotate_and_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
     value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor, slots: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
+    """Return rotated queries [T, heads, width], and write rotated keys and plain values to the cache. Bit for bit the results of
+    transformers in bfloat16.
 
-    q, k and v may be views of one tensor, the last dimension dense. cos and sin [T, width] are as transformers gives them: both halves
-    equal, attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
+    q, k and v may be views of one tensor, the last dimension dense. cos and sin [T, width] are in transformers' form: both halves equal,
+    attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
 
     One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own): in decoding batches each kernel runs
     for less than a microsecond, so launches are the cost.
@@ -330,5 +332,5 @@ def processors_of(device: torch.device) -> int:
 
 
 def warps_for(numbers: int) -> int:
-    """One to eight warps, so that each thread moves about eight numbers of two bytes."""
+    """Return one to eight warps, so that each thread moves about eight numbers of two bytes."""
     return max(1, min(8, power_of_two(numbers) // 256))

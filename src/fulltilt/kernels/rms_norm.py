@@ -1,10 +1,10 @@
 """Root-mean-square norm, with the addition of a residual before it, in one kernel each way.
 
 Enters: rows [..., H] (views of a wider tensor must be [T, heads, H] with a dense last axis), a weight [H] of the same type, and perhaps a
-residual of the rows' shape. Leaves: the normed rows, contiguous; with a residual also the sum, which is what was normed.
+residual of the rows' shape. Leaves: the normed rows, contiguous; with a residual also the sum, whose norm it is.
 Guaranteed: float32 inside and rounding where transformers' Llama rounds (the sum and the normed rows to the type of the rows, before the
-weight); a row's result depends on that row and on H alone, not on how many rows there are; the weight's gradient is summed in float32
-over partial sums whose order follows from the shape, so it is the same every time.
+weight); a row's result depends on that row and on H alone, not on how many rows there are; the weight's gradient is summed in float32 over
+partial sums whose order follows from the shape, so it is the same every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = (
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Any:
-    """The normed rows; with a residual: (normed rows of x + residual, x + residual)."""
+    """Return the normed rows; with a residual: (normed rows of x + residual, x + residual)."""
     if x.dtype not in FLOATS or not runs_triton(x):
         return rms_norm_reference(x, weight, eps, residual)
     assert weight.dtype == x.dtype and weight.shape == x.shape[-1:] and weight.is_contiguous()
@@ -35,14 +35,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Any:
-    """The operations of transformers' module, one by one."""
+    """Run the operations of transformers' module, one by one."""
     total = x if residual is None else residual + x
     wide = total.to(torch.float32)
     normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     return normed if residual is None else (normed, total)
 
 
-# Not specialised on `rows`: another batch size must not compile another kernel, which could happen inside the capture of a graph.
+# Not specialised on `rows`: another batch size must not compile another kernel, possibly inside the capture of a graph.
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, scale: tl.tensor, rows: tl.tensor,
@@ -102,13 +102,14 @@ def _backward_kernel(
 
 
 def block_shape(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's block, and its warps. By the width alone: the order of a row's sum must not follow the batch."""
+    """Return rows and columns of a program's block, and its warps, by the width alone: the order of a row's sum must not depend on the
+    batch."""
     block = max(16, triton.next_power_of_2(width))
     return max(1, 1024 // block), block, 4 if block <= 1024 else 8 if block <= 8192 else 16
 
 
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Heads of a token, and the strides of tokens and heads in each of these tensors of one shape."""
+    """Return the heads of a token, and the strides of tokens and heads in each of these tensors of one shape."""
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors), "the last axis must be dense"
     if all(x.is_contiguous() for x in tensors):
         return 1, *(tensors[0].shape[-1], 0) * len(tensors)
@@ -119,7 +120,7 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 def forward(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, keep_scale: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Normed rows, what was normed, and the factor of each row where the backward pass needs it."""
+    """Return the normed rows, the rows before the norm, and the factor of each row if the backward pass needs it."""
     width = x.shape[-1]
     rows = x.numel() // width
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)

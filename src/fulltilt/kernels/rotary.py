@@ -17,7 +17,7 @@ HEADS = 8  # heads per program
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated queries and keys. Cosines and sines get no gradient."""
+    """Return rotated queries and keys. Cosines and sines get no gradient."""
     if q.dtype not in FLOATS or not runs_triton(q):
         return rotary_reference(q, k, cos, sin)
     assert q.ndim == k.ndim == 3 and cos.ndim == sin.ndim == 2 and q.shape[2] == k.shape[2] == cos.shape[1] == sin.shape[1]
@@ -42,8 +42,8 @@ def rotary_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: t
 def turned(
     x: tl.tensor, inside: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, half: tl.tensor, BACKWARD: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rotated halves of some heads, `x` being the places of their first halves. Rounds where transformers does: products to the type of
-    the cosines before they are added."""
+    """Return the rotated halves of some heads; `x` points to their first halves. Rounds at the same points as transformers: products to the
+    type of the cosines before they are added."""
     low, high = tl.load(x, mask=inside, other=0.0).to(tl.float32), tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
     there = columns < half
     low_cos = tl.load(cos + columns, mask=there, other=0.0).to(tl.float32)

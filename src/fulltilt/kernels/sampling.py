@@ -38,7 +38,7 @@ from fulltilt.footprint import SAMPLING_BLOCK as BLOCK
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
 ROUNDS = 64  # 6 bits of the noise's counter
-ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 tells noise of entries from noise of blocks
+ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 separates noise of entries from noise of blocks
 WAYS = 16  # thresholds tried at a time in the search for the k-th largest logit
 
 EMPTY, RUNNING, STOPPED, FULL = -1, 0, 1, 2  # states of a slot: unused, decoding, ended by an end token, ended by its length
@@ -51,13 +51,13 @@ def sample(
     top_k: int | torch.Tensor = 0, top_p: float | torch.Tensor = 1.0, *, rows: torch.Tensor | None = None, scale: float = 1.0,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Tokens int64 [S] and their log-probs float32 [S].
+    """Draw tokens int64 [S], with their log-probs float32 [S].
 
     `seeds` int64 [S] (the bits of a uint64) and `positions` int32 or int64 [S] (tokens drawn so far) determine the noise. `rows` int64 [S]
-    is the row of the logits that each draw reads, where several draws read one row. Temperature, top-k and top-p are numbers or, where
-    kernels run, float32, int32 and float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature
-    1), top-k 0 and top-p 1 cut nothing. `scale` and `cap` are the model's `LogitShape`: tokens are drawn from
-    cap * tanh(logits * scale / cap).
+    is the row of the logits that each draw reads, if several draws read one row. Temperature, top-k and top-p are numbers or, if kernels
+    run, float32, int32 and float32 [S], which a captured graph reads at each run; temperature 0 is greedy (its log-prob is at temperature
+    1), top-k 0 and top-p 1 cut nothing. `scale` and `cap` are the model's `LogitShape`: tokens are drawn from cap * tanh(logits * scale /
+    cap).
     """
     draws, vocabulary, device = len(seeds), logits.shape[1], logits.device
     assert logits.dim() == 2 and logits.stride(1) == 1 and 0 < vocabulary <= 1 << ENTRY_BITS
@@ -83,15 +83,15 @@ def sample(
     if not (by_k or by_p):
         _draw_kernel[(draws,)](*drawn, tokens, logprobs, None, CANDIDATES=1, PADDED=padded, num_warps=4, **fixed)
         return tokens, logprobs
-    candidates, values = numbers(draws, CANDIDATES, dtype=torch.int64), numbers(draws, CANDIDATES)  # and their scaled logits
-    normalisers, kept = numbers(draws), numbers(draws)  # and the probability of the k likeliest
+    candidates, values = numbers(draws, CANDIDATES, dtype=torch.int64), numbers(draws, CANDIDATES)  # candidates and their scaled logits
+    normalisers, kept = numbers(draws), numbers(draws)  # normalisers, and the probability of the k likeliest entries
     _draw_kernel[(draws,)](*drawn, candidates, values, normalisers, CANDIDATES=CANDIDATES, PADDED=padded, num_warps=4, **fixed)
     k, p = _each(top_k, seeds, torch.int32), _each(top_p, seeds, torch.float32)
     if by_k and by_p:
         _kept_kernel[(draws,)](logits, *shape, k, maxima, normalisers, kept, WAYS=WAYS, PADDED=padded, num_warps=4, **fixed)
-    # Probability of the entries before a candidate, and how many are strictly larger, by tile.
+    # Probability of the entries before a candidate, and the number of strictly larger ones, by tile.
     before_mass, before_count = numbers(draws, blocks, CANDIDATES), numbers(draws, blocks, CANDIDATES, dtype=torch.int32)
-    group = max(1, group // 2)  # it holds more numbers for each entry
+    group = max(1, group // 2)  # this kernel holds more numbers for each entry
     tiles = triton.cdiv(blocks, group)
     _before_kernel[(tiles, draws)](
         logits, *shape, maxima, normalisers, candidates, values, before_mass, before_count,
@@ -106,12 +106,12 @@ def sample(
 
 
 def _each(number: float | torch.Tensor, draws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A number for each draw."""
+    """Return a number for each draw."""
     return number if isinstance(number, torch.Tensor) else torch.full_like(draws, number, dtype=dtype)
 
 
 def _tile(draws: int, blocks: int) -> tuple[int, int]:
-    """Blocks of logits per program, and its warps: enough programs to fill every multiprocessor, then as large as possible."""
+    """Return the blocks of logits per program, and its warps: enough programs to fill every multiprocessor, then as large as possible."""
     if draws * blocks < 1 << 10:
         return 1, 4
     return (4, 4) if draws * blocks < 1 << 14 else (8, 8)
@@ -121,7 +121,7 @@ def _tile(draws: int, blocks: int) -> tuple[int, int]:
 
 
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key of each sample's noise at its position, as two 32-bit words in int32: SplitMix64 on the bits of int64 numbers, so that
+    """Return the key of each sample's noise at its position, as two 32-bit words in int32: SplitMix64 on the bits of int64 numbers, so that
     neighbouring positions or seeds have nothing in common."""
     value = seeds + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15, 64)
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
@@ -131,12 +131,12 @@ def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
 
 
 def noise_words(low: torch.Tensor, high: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """32 random bits, as int32, from a key and a counter, all int32. Products wrap."""
+    """Return 32 random bits, as int32, from a key and a counter, all int32. Products wrap."""
     return _mix32(_mix32(counter ^ low) ^ high)
 
 
 def gumbel(low: torch.Tensor, high: torch.Tensor, entries: torch.Tensor, turn: int, *, of_blocks: bool) -> torch.Tensor:
-    """Gumbel noise float32 of vocabulary entries or of blocks, for one turn of drawing.
+    """Return Gumbel noise float32 of vocabulary entries or of blocks, for one turn of drawing.
 
     A word w gives v = (w + 1/2) / 2^32, and -log(-log(1 - v)). Large noise, which decides draws, comes from small v, where float32 keeps
     all 32 bits: it reaches 22.9, so an entry with a probability of 2^-32 in its block is still drawn that often. Small noise comes from v
@@ -155,7 +155,7 @@ def _mix32(value: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The signed number with the same bits."""
+    """Return the signed number with the same bits."""
     return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 
@@ -166,7 +166,7 @@ def sample_reference(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, *,
     rows: torch.Tensor | None = None, scale: float = 1.0, cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`sample` in plain torch, on any device. CPU tensors always use it."""
+    """Run `sample` in plain torch, on any device. CPU tensors always use it."""
     tokens = torch.empty(len(seeds), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(seeds), dtype=torch.float32, device=logits.device)
     size = max(1, CHUNK_NUMBERS // logits.shape[1])
@@ -189,14 +189,14 @@ def sample_reference(
 
 
 def _block_masses(scaled: torch.Tensor) -> torch.Tensor:
-    """Log of the sum of exp of each block: [S, blocks]."""
+    """Return the log of the sum of exp of each block: [S, blocks]."""
     whole = scaled.shape[1] // BLOCK * BLOCK
     masses = scaled[:, :whole].unflatten(1, (-1, BLOCK)).logsumexp(-1) if whole else scaled[:, :0]
     return masses if whole == scaled.shape[1] else torch.cat([masses, scaled[:, whole:].logsumexp(-1, keepdim=True)], dim=1)
 
 
 def _pick(scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: torch.Tensor, turn: int) -> torch.Tensor:
-    """One draw from exp(scaled) for each row."""
+    """Draw one entry from exp(scaled) for each row."""
     low, high = low[:, None], high[:, None]
     blocks = torch.arange(masses.shape[1], device=scaled.device)
     among = masses + gumbel(low, high, blocks, turn, of_blocks=True) if len(blocks) > 1 else masses  # one block needs no noise
@@ -211,18 +211,18 @@ def _pick(scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: t
 def _restricted(
     scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: torch.Tensor, top_k: int, top_p: float
 ) -> torch.Tensor:
-    """The first candidate that top-k and top-p keep. Candidates are drawn until every row has one."""
+    """Return the first candidate that top-k and top-p keep. Candidates are drawn until every row has one."""
     vocabulary = scaled.shape[1]
     by_k, by_p = 0 < top_k < vocabulary, top_p < 1.0
     entries = torch.arange(vocabulary, device=scaled.device)
     kept = torch.ones(len(scaled), device=scaled.device)
     if by_k and by_p:
-        # Those that equal the k-th likeliest are kept as well.
+        # Entries that equal the k-th likeliest are kept as well.
         smallest = scaled.topk(top_k, dim=-1).values[:, -1:]
         kept = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(scaled < smallest, 0.0).sum(-1)
-    tokens = scaled.argmax(-1)  # for a row that can keep nothing
+    tokens = scaled.argmax(-1)  # the token of a row that can keep nothing
     waiting = torch.arange(len(scaled), device=scaled.device)
-    pivot = torch.full_like(waiting, vocabulary)  # the best that was rejected
+    pivot = torch.full_like(waiting, vocabulary)  # the best entry that was rejected
     pivot_value = torch.full_like(kept, -torch.inf)
 
     def before(value: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _restricted(
             keep &= (scaled > value[:, None]).sum(-1) < top_k
         if by_p:
             mass = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(~before(value, drawn), 0.0).sum(-1)
-            keep &= ~(mass >= top_p * kept)  # also where the mass is NaN
+            keep &= ~(mass >= top_p * kept)  # also if the mass is NaN
         tokens[waiting[keep]] = drawn[keep]
         better = (value > pivot_value) | ((value == pivot_value) & (drawn < pivot))
         pivot, pivot_value = torch.where(better, drawn, pivot), torch.where(better, value, pivot_value)
@@ -286,14 +286,14 @@ def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor
 
 @jit
 def _sharpness(temperature: tl.tensor, draw: tl.tensor) -> tl.tensor:
-    """The factor on a draw's logits, and whether it is greedy."""
+    """Return the factor on a draw's logits, and whether the draw is greedy."""
     heat = tl.load(temperature + draw)
     return tl.where(heat > 0.0, tl.div_rn(1.0, tl.where(heat > 0.0, heat, 1.0)), 1.0), heat <= 0.0
 
 
 @jit
 def _row(logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, draw: tl.tensor, HAS_ROWS: tl.constexpr) -> tl.tensor:
-    """The address of a draw's logits."""
+    """Return the address of a draw's logits."""
     source = tl.load(rows + draw) if HAS_ROWS else draw
     return logits + source.to(tl.int64) * stride
 
@@ -302,7 +302,8 @@ def _row(logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, draw: tl.tensor,
 def _read(
     row: tl.tensor, entries: tl.tensor, mask: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Logits after scale, cap and temperature; -inf outside the mask. The bits are the same in every kernel, which compare them."""
+    """Return the logits after scale, cap and temperature; -inf outside the mask. The bits are the same in every kernel that compares
+    them."""
     values = tl.load(row + entries, mask=mask, other=0.0).to(tl.float32) * scale
     if CAPPED:
         values = cap * (1.0 - 2.0 / (tl.exp(values * (2.0 / cap)) + 1.0))
@@ -315,7 +316,7 @@ def _blocks_kernel(
     scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """First pass: maximum and log mass of every block."""
+    """Compute the maximum and log mass of every block, in the first pass."""
     draw = tl.program_id(1)
     sharpness, _greedy = _sharpness(temperature, draw)
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -335,7 +336,7 @@ def _inside(
     high: tl.tensor, turn: tl.tensor, greedy: tl.tensor, above: tl.tensor, above_entry: tl.tensor, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A draw inside a block, among entries before (above, above_entry): the entry and its scaled logit."""
+    """Draw inside a block, among entries before (above, above_entry). Returns the entry and its scaled logit."""
     place = tl.arange(0, BLOCK)
     entries = block * BLOCK + place
     values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
@@ -352,7 +353,8 @@ def _draw_kernel(
     numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Draws from the full softmax. `numbers` gets the log-prob of one draw, or the scaled logits of several, with the normaliser apart."""
+    """Draw from the full softmax. `numbers` gets the log-prob of one draw, or the scaled logits of several, with the normaliser stored
+    separately."""
     draw = tl.program_id(0)
     sharpness, greedy = _sharpness(temperature, draw)
     row = _row(logits, rows, stride, draw, HAS_ROWS)
@@ -367,7 +369,7 @@ def _draw_kernel(
     for turn in tl.static_range(CANDIDATES):
         score = tl.where(greedy, top, mass + _gumbel(low, high, block, turn, 1))
         chosen = tl.minimum(tl.argmax(score, 0), blocks - 1)
-        # Everything is before (-inf, vocabulary).
+        # All entries are before (-inf, vocabulary).
         token, value = _inside(
             row, chosen, vocabulary, sharpness, scale, cap, low, high, turn, greedy, float("-inf"), vocabulary, CAPPED, BLOCK
         )
@@ -387,7 +389,8 @@ def _before_kernel(
     before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Second pass: mass and number of entries before each candidate, per tile of GROUP blocks. Blocks below all candidates are skipped."""
+    """Compute the mass and number of entries before each candidate in the second pass, per tile of GROUP blocks. Blocks below all
+    candidates are skipped."""
     draw = tl.program_id(1)
     sharpness, _greedy = _sharpness(temperature, draw)
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -401,7 +404,7 @@ def _before_kernel(
         values = _read(_row(logits, rows, stride, draw, HAS_ROWS), entries, mask, sharpness, scale, cap, CAPPED)
         probability = tl.exp(values - normaliser)
         for index in tl.static_range(CANDIDATES):
-            token = tl.load(candidates + draw * CANDIDATES + index).to(tl.int32)  # as the entries are
+            token = tl.load(candidates + draw * CANDIDATES + index).to(tl.int32)  # the type of the entries
             value = tl.load(candidate_values + draw * CANDIDATES + index)
             larger = values > value
             before = larger | ((values == value) & (entries < token))
@@ -416,12 +419,12 @@ def _before_kernel(
 def _keeps(
     count: tl.tensor, mass: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, kept: tl.tensor, BY_K: tl.constexpr, BY_P: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Whether an entry with `count` larger ones, and `mass` before it, lies in the prefix."""
+    """Return whether an entry with `count` larger ones, and `mass` before it, is in the prefix."""
     keep = count >= 0
     if BY_K:
         keep = keep & ((top_k <= 0.0) | (count < top_k))
     if BY_P:
-        keep = keep & ((top_p >= 1.0) | ((mass >= top_p * kept) == 0))  # NaN keeps: it shows in the log-prob
+        keep = keep & ((top_p >= 1.0) | ((mass >= top_p * kept) == 0))  # NaN keeps the entry, so that it shows in the log-prob
     return keep
 
 
@@ -434,7 +437,7 @@ def _settle_kernel(
     HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr,
     GROUP: tl.constexpr, PADDED: tl.constexpr, PADDED_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The first candidate in the prefix; where there is none, more are drawn from the entries before the best rejected one."""
+    """Choose the first candidate in the prefix; if there is none, more are drawn from the entries before the best rejected one."""
     draw = tl.program_id(0)
     top_k = tl.load(top_ks + draw).to(tl.float32)
     top_p = tl.load(top_ps + draw)
@@ -469,7 +472,7 @@ def _settle_kernel(
     low, high = _key(seeds, positions, draw)
     turn = tl.zeros([], tl.int32) + CANDIDATES
     while (found == 0) & (turn < ROUNDS):
-        # One pass both judges the pivot and, should it fail, chooses a block for the next draw before it.
+        # One pass both judges the pivot and, if that fails, chooses a block for the next draw before it.
         mass = tl.zeros([], tl.float32)
         count = tl.zeros([], tl.int32)
         best = tl.full([], float("-inf"), tl.float32)
@@ -498,7 +501,7 @@ def _settle_kernel(
             row, chosen, vocabulary, sharpness, scale, cap, low, high, turn.to(tl.uint32), False, pivot_value, pivot, CAPPED, BLOCK
         )
         turn += 1
-    if found == 0:  # only where nothing may be kept: the likeliest is
+    if found == 0:  # only if nothing may be kept: the likeliest entry is chosen
         block = tl.arange(0, PADDED)
         top = tl.load(maxima + base + block, mask=block < blocks, other=float("-inf"))
         token, value = _inside(
@@ -510,7 +513,7 @@ def _settle_kernel(
 
 @jit
 def _order(bits: tl.tensor) -> tl.tensor:
-    """Maps the bits of a float to an integer of the same order, and back."""
+    """Map the bits of a float to an integer of the same order, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -520,7 +523,7 @@ def _kept_kernel(
     scale: tl.tensor, cap: tl.tensor, top_ks: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, kept_masses: tl.tensor,
     HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
+    """Compute the probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
     draw = tl.program_id(0)
     top_k = tl.load(top_ks + draw).to(tl.float32)
     base = draw.to(tl.int64) * blocks
@@ -557,7 +560,7 @@ def _kept_kernel(
             low = tl.max(tl.where((counts >= top_k) & (keys < high), keys, low), 0)
             exact = tl.max((counts == top_k).to(tl.int32), 0)
             high = tl.minimum(low + step, high)
-            # With exactly k at or above a threshold the set is known; the largest such threshold is `low`, as counts only fall.
+            # With exactly k entries at or above a threshold the set is known; the largest such threshold is `low`, as counts only fall.
         threshold = _order(low.to(tl.int32)).to(tl.float32, bitcast=True)
         mass = tl.zeros([], tl.float32)
         for index in range(0, blocks):
@@ -573,7 +576,7 @@ def _kept_kernel(
 
 @dataclass(frozen=True, eq=False)
 class DecodeProgress:
-    """State of every slot, on the device. A captured graph keeps the addresses; the host reads and fills them between graphs.
+    """State of every slot, on the device. A captured graph holds the addresses; the host reads and fills them between graphs.
 
     `tokens` and `logprobs` are rings: token number n of a response is in column n % capacity, so the host must read a column before it is
     written again.
@@ -582,7 +585,7 @@ class DecodeProgress:
     states: torch.Tensor  # int32 [slots]: EMPTY, RUNNING, STOPPED or FULL
     lengths: torch.Tensor  # int32 [slots]: tokens drawn, which is the position of the next token's noise
     limits: torch.Tensor  # int32 [slots]: tokens that may be drawn
-    positions: torch.Tensor  # int64 [slots]: place of `inputs` in prompt + response
+    positions: torch.Tensor  # int64 [slots]: position of `inputs` in prompt + response
     inputs: torch.Tensor  # int64 [slots]: the token that runs next
     tokens: torch.Tensor  # int64 [slots, capacity]
     logprobs: torch.Tensor  # float32 [slots, capacity]
@@ -602,11 +605,11 @@ class DecodeProgress:
 
 
 def finish(tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor) -> None:
-    """Record the drawn token of each row in its slot and update the slot's state. Slots that are not RUNNING are left alone.
+    """Record the drawn token of each row in its slot and update the slot's state. Slots that are not RUNNING do not change.
 
     `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i belongs to `slots[i]` (int64 [S], each at most once; negative: no
-    slot). `end_tokens`: int64 [slots, E], padded with -1. An end token is recorded too, and stops its slot (STOPPED) even where it is the
-    last token that fits.
+    slot). `end_tokens`: int64 [slots, E], padded with -1. An end token is recorded too, and stops its slot (STOPPED) even if it is the last
+    token that fits.
     """
     if not runs_triton(tokens):
         return finish_reference(tokens, logprobs, end_tokens, progress, slots)
@@ -626,7 +629,7 @@ def finish(tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tenso
 def finish_reference(
     tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor
 ) -> None:
-    """`finish` in plain torch."""
+    """Run `finish` in plain torch."""
     run = (slots >= 0) & (progress.states[slots.clamp(min=0)] == RUNNING)
     slot, token, logprob = slots[run], tokens[run], logprobs[run]
     lengths = progress.lengths[slot]

@@ -1,7 +1,7 @@
 """Log-probs and entropies of tokens from hidden states and the output embedding, and their gradients, without the logits of a micro-batch.
 
 Enters: hidden states [R, width], weight [vocabulary, width], perhaps a bias, target ids [R], and how products become logits. Leaves: the
-log-prob of each target and, where it is asked for, the entropy of each row, in float32 (float64 when the hidden states are).
+log-prob of each target and, if requested, the entropy of each row, in float32 (float64 when the hidden states are).
 
 Guaranteed:
 - products are added up in float32 or better and never rounded before the softmax; only their gradient is rounded to the type of the hidden
@@ -36,15 +36,15 @@ BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thre
 
 @dataclass(frozen=True, eq=False)
 class VocabularyPart:
-    """Which rows of the output embedding this process holds, where the vocabulary is divided (parallel/tensor.py)."""
+    """The rows of the output embedding that this process holds, if the vocabulary is divided (parallel/tensor.py)."""
 
     start: int  # the token of its first row
     vocabulary: int  # tokens of all parts together
-    each: int  # rows of every part but the last, which may have fewer
+    each: int  # rows of every part except the last, which may have fewer
     sum: Callable[[torch.Tensor], None]  # over all parts, in place
-    most: Callable[[torch.Tensor], None]  # the largest of all parts, in place
-    gather: Callable[[torch.Tensor], torch.Tensor]  # a tensor of the same shape from each part -> [parts, *shape], in their order
-    # While a CUDA graph is captured, collectives are not counted; each call of the function that it yields counts them once.
+    most: Callable[[torch.Tensor], None]  # maximum over all parts, in place
+    gather: Callable[[torch.Tensor], torch.Tensor]  # gathers a tensor of the same shape from each part -> [parts, *shape], in their order
+    # While a CUDA graph is captured, collectives are not counted; each call of the function that this context yields counts them once.
     counted_apart: Callable[[], AbstractContextManager[Callable[[], None]]]
     not_captured: str | None = None  # why no CUDA graph can hold these functions
 
@@ -58,7 +58,7 @@ class Call:
     cap: float | None
     rows: Rows
     entropy: Entropy = "gradient"
-    keep: bool = False  # keep the forward pass's products for the backward pass, which computes them again otherwise
+    keep: bool = False  # keep the forward pass's products for the backward pass, which otherwise computes them again
     part: VocabularyPart | None = None  # None: the weight is whole
 
 
@@ -66,10 +66,10 @@ class Call:
 class BackwardInputs:
     """Inputs of the backward pass, one number per row."""
 
-    targets: torch.Tensor  # int64 [R]: rows of the weight; outside of it where another process has the token
+    targets: torch.Tensor  # int64 [R]: rows of the weight; outside of it if another process has the token
     normaliser: torch.Tensor  # log of the softmax's sum [R]
-    entropy: torch.Tensor | None  # [R], where its gradient is wanted
-    of_logprobs: torch.Tensor | None  # gradients of the results [R], where a loss uses them
+    entropy: torch.Tensor | None  # [R], if its gradient is needed
+    of_logprobs: torch.Tensor | None  # gradients of the results [R], if a loss uses them
     of_entropy: torch.Tensor | None
 
     def __getitem__(self, rows: slice) -> BackwardInputs:
@@ -81,13 +81,13 @@ class BackwardInputs:
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """hidden @ weight.T + bias, in float32 or better."""
+    """Return hidden @ weight.T + bias, in float32 or better."""
     found = multiply(hidden, weight.t(), out)
     return found if bias is None else found.add_(bias)
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """left @ right with a result in float32 or better."""
+    """Return left @ right with a result in float32 or better."""
     if left.dtype in (torch.float32, torch.float64):
         return torch.mm(left, right, out=out)
     if not left.is_cuda:
@@ -111,9 +111,9 @@ class Gradients:
         self._of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
     def add(self, part: slice, of_product: torch.Tensor) -> None:
-        """`of_product` has the type of the hidden states."""
+        """Add the gradient of a part. `of_product` has the type of the hidden states."""
         if self._of_hidden is not None:
-            # In float32 first: the sum over a vocabulary is split among processors, and its parts must not be added in bfloat16.
+            # In float32 first: the sum over a vocabulary is split among processors, and their parts must not be added in bfloat16.
             self._of_hidden[part] = multiply(of_product, self._weight)
         if self._of_weight is not None:
             add_product(self._of_weight, of_product.t(), self._hidden[part])
@@ -121,19 +121,19 @@ class Gradients:
             self._of_bias += of_product.sum(0, dtype=self._of_bias.dtype)
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients for autograd, which must not get what the accumulator already has."""
+        """Return the gradients for autograd, without those that an accumulator already has."""
         of_weight = None if self._of_weight is None or self._accumulated else self._of_weight.to(self._weight.dtype)
         of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
         return self._of_hidden, of_weight, of_bias
 
 
 class LinearProduct(torch.autograd.Function):
-    """hidden @ weight.T + bias in float32 or better. The weight's gradient goes to its accumulator as in the fused op."""
+    """hidden @ weight.T + bias in float32 or better. The weight's gradient is added to its accumulator as in the fused op."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        ctx.parameters = weight, bias  # the objects themselves: a saved tensor may come back without its accumulator
+        ctx.parameters = weight, bias  # the objects themselves: a saved tensor may be returned without its accumulator
         return product(hidden, weight, bias)
 
     @staticmethod
@@ -149,7 +149,7 @@ class LinearProduct(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probs [R], and entropies [R] or None."""
+    """Log-probs [R], and entropies [R] or None, as one op of autograd."""
 
     @staticmethod
     def forward(
@@ -199,7 +199,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def wide_space(hidden: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
-    """Memory for the logits of the rows, at most `most` at a time."""
+    """Allocate memory for the logits of the rows, at most `most` at a time."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return torch.empty(min(len(hidden), most), len(weight), dtype=wide, device=hidden.device)
 
@@ -223,7 +223,7 @@ def read(
 
 
 def turn(logits: torch.Tensor, tokens: BackwardInputs, call: Call, out: torch.Tensor) -> None:
-    """Fill the gradient of some rows' products, in the type of the hidden states."""
+    """Fill `out` with the gradient of some rows' products, in the type of the hidden states."""
     if logits.dtype not in FLOATS or not runs_triton(logits):
         out.copy_(gradient_reference(logits, tokens, call))
         return
@@ -241,7 +241,7 @@ def turn(logits: torch.Tensor, tokens: BackwardInputs, call: Call, out: torch.Te
 
 
 def factors(call: Call) -> tuple[float, float]:
-    """Factors on the product, and on the result of tanh."""
+    """Return the factors on the product, and on the result of tanh."""
     return (call.scale * call.sharpness, 1.0) if call.cap is None else (call.scale / call.cap, call.cap * call.sharpness)
 
 
@@ -255,11 +255,11 @@ def block_of(vocabulary: int) -> int:
 def join_parts(
     part: VocabularyPart, targets: torch.Tensor, rows: int, logprobs: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Log-probs, normalisers and entropies over the whole vocabulary, from those over each part's own `rows` tokens.
+    """Return log-probs, normalisers and entropies over the whole vocabulary, from those over each part's own `rows` tokens.
 
     With e^n the sum of a part's exponentials, m the largest n and W = sum e^(n - m): a target's log-prob is l + (n - m) - log W, where l is
-    the one within its part, and the entropy is sum e^(n - m) (h - (n - m)) / W + log W, where h is that of each part. Both do not depend
-    on m, which needs no gradient. An entropy without a gradient gets none here."""
+    the log-prob within its part, and the entropy is sum e^(n - m) (h - (n - m)) / W + log W, where h is the entropy of each part. Both do
+    not depend on m, which needs no gradient. An entropy without a gradient gets none here."""
     top = normaliser.detach().clone()
     part.most(top)
     below = normaliser - top
@@ -281,12 +281,12 @@ def join_parts(
 
 
 def within(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The targets as indices of so many rows, and which of them really are."""
+    """Return the targets as indices of `rows` rows, and which of them really are in that range."""
     return targets.clamp(0, rows - 1), (targets >= 0) & (targets < rows)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all parts. All processes compute the same loss from it, so its gradient is that of each part's number."""
+    """Sums over all parts. All processes compute the same loss from the sum, so its gradient is the gradient of each part's number."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
@@ -315,7 +315,7 @@ def read_reference(
 
 
 def gradient_reference(logits: torch.Tensor, tokens: BackwardInputs, call: Call) -> torch.Tensor:
-    """d log p[target] / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
+    """Return the gradient of the products: d log p[target] / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
     values, slope = bent(logits, call)
     log_p = values.sub_(tokens.normaliser[:, None])
     p = log_p.exp()
@@ -336,7 +336,7 @@ def gradient_reference(logits: torch.Tensor, tokens: BackwardInputs, call: Call)
 
 
 def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The softmax's input as a new tensor, and its derivative by the product; tanh' = 1 - tanh^2."""
+    """Return the softmax's input as a new tensor, and its derivative by the product; tanh' = 1 - tanh^2."""
     inner, outer = factors(call)
     values = logits * inner
     if call.cap is None:
@@ -350,7 +350,7 @@ def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor |
 
 @jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # as in `sampling`; right where the exponential is 0 or overflows
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # as in `sampling`; correct if the exponential is 0 or overflows
 
 
 @jit
@@ -358,12 +358,12 @@ def _read_kernel(
     logits: tl.tensor, targets: tl.tensor, logprobs: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, stride: tl.tensor,
     vocabulary: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program, one row, read once. Each lane keeps for its own columns the largest value m, the mass sum e^(x - m), and the moment
-    sum e^(x - m) (x - m). Lanes are combined only at the end, so that no step waits for another thread."""
+    """Read one row once in one program. Each lane keeps for its own columns the largest value m, the mass sum e^(x - m), and the moment sum
+    e^(x - m) (x - m). Lanes are combined only at the end, so that no step waits for another thread."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lane = tl.arange(0, BLOCK)
-    # Finite, where -inf would be natural: then an empty lane's differences are numbers, and its mass is lost against any real one.
+    # Finite instead of -inf: so an empty lane's differences are numbers, and its mass vanishes beside any real one.
     largest = tl.full([BLOCK], -1e30, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
@@ -403,7 +403,7 @@ def _gradient_kernel(
     out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor, inner: tl.tensor,
     outer: tl.tensor, CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one block of one row. Programs of a row are neighbours."""
+    """Compute one block of one row in one program. Programs of a row are neighbours."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

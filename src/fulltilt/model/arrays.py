@@ -1,7 +1,7 @@
 """Copies between host and device that do not wait.
 
 Enters: arrays of the host, or tensors. Leaves: tensors on the device, or a function that waits for an array. Guaranteed: starting a copy
-does not wait for queued work of the device: a plain copy would, and the device would be idle by the time the host continues.
+does not wait for the device's queued work: a plain copy would, and the device would be idle before the host continues.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from fulltilt.words import first_line, in_bytes
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Start copying an array to the device, behind its queued work. On a CPU it is the array itself, if that is contiguous."""
+    """Start copying an array to the device, behind its queued work. On a CPU the tensor shares the array's memory, if that is
+    contiguous."""
     here = torch.from_numpy(np.ascontiguousarray(numbers))
     return pinned(here.pin_memory, here.nbytes).to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying a tensor to the host, behind the device's queued work. The returned function waits for that, not for later work."""
+    """Start copying a tensor to the host, behind the device's queued work. The returned function waits for the copy, not for later work."""
     if not tensor.is_cuda:
         return tensor.numpy
     here = pinned(partial(torch.empty, tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor.nbytes)
@@ -40,8 +41,8 @@ def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
 
 
 def pinned(make: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
-    """What `make` makes, `count` bytes of pinned memory. A driver that cannot pin them says that the GPU's memory is used up, and less work
-    on the GPU would not help."""
+    """Return the result of `make`, which has `count` bytes of pinned memory. A driver that cannot pin them reports that the GPU's memory is
+    used up, although less work on the GPU would not help: that error is replaced."""
     try:
         return make()
     except RuntimeError as error:
@@ -54,11 +55,11 @@ def pinned(make: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is shared out among workers (a DTensor), of which each has a part."""
+    """Return whether the tensor is sharded among workers (a DTensor), each of which has a part."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This worker's part of a tensor that is shared out; another tensor itself."""
+    """Return this worker's part of a sharded tensor; any other tensor unchanged."""
     found: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
     return found

@@ -32,7 +32,7 @@ NAME = "fulltilt"
 SCORE_NUMBERS = 1 << 26
 BUNCH_BYTES = 1 << 20  # bytes of keys and values that one decoding call reads on CPU, unless a single row has more
 
-# Arguments that models pass and that change nothing here: positions are in the rotated queries and keys, is_causal is checked by itself.
+# Arguments that models pass and that change nothing here: positions are in the rotated queries and keys, is_causal is checked separately.
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "past_key_values",
      "position_embeddings", "logits_to_keep", "deterministic", "num_items_in_batch", "output_router_logits", "is_causal"}
@@ -51,7 +51,7 @@ class UnsupportedModel(UserError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of what one attention layer caches for each token, as seen in a real pass."""
+    """Shape of the cache entries of one attention layer for each token, as seen in a real pass."""
 
     key_heads: int
     head_width: int
@@ -68,23 +68,23 @@ class Scoring:
 
 
 class TokensApart(Protocol):
-    """Workers that have a part of a stream's tokens each (parallel/sequence.py)."""
+    """Workers that each have a part of a stream's tokens (parallel/sequence.py)."""
 
     def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From all heads of this worker's tokens to all tokens of its heads."""
+        """Exchange all heads of this worker's tokens for all tokens of its heads."""
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """The inverse, for attention's output."""
+        """Undo `to_heads`, for attention's output."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Documents side by side in one stream of tokens; each attends to itself only."""
 
-    bounds: np.ndarray  # int64 [documents + 1]: where each begins, and the end
+    bounds: np.ndarray  # int64 [documents + 1]: where each document begins, and the end
     cu_seqlens: torch.Tensor  # the same, int32, on the device
     longest: int
-    apart: TokensApart | None = None  # the workers that share the stream, where layers see a part of it
+    apart: TokensApart | None = None  # the workers that share the stream, if layers see a part of it
     seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
 
     @staticmethod
@@ -94,13 +94,13 @@ class Packed:
 
     @cached_property
     def parts(self) -> torch.Tensor:
-        """The work of each program of our backward kernels."""
+        """The work items of the programs of fulltilt's backward kernels."""
         return to_device(parts_of(np.diff(self.bounds).tolist()), self.cu_seqlens.device)
 
     @cached_property
     def by_length(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """For devices without a kernel for documents of different lengths, where documents of equal length share a call: the indices of
-        their tokens, int64 [documents of that length, length], and the index that restores stream order, int64 [T]."""
+        """Indices for devices without a kernel for documents of different lengths, where documents of equal length share a call: of their
+        tokens, int64 [documents of that length, length], and to restore stream order, int64 [T]."""
         starts, lengths, device = self.bounds[:-1], np.diff(self.bounds), self.cu_seqlens.device
         buckets = [starts[lengths == length][:, None] + np.arange(length)[None, :] for length in np.unique(lengths) if length]
         order = np.concatenate([np.zeros(0, np.int64), *(bucket.ravel() for bucket in buckets)])
@@ -111,12 +111,12 @@ class Packed:
 class Paged:
     """New tokens of several sequences whose earlier keys and values are in a paged cache."""
 
-    keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + place in the block
+    keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + position in the block
     values: Sequence[torch.Tensor]
     slots: torch.Tensor  # int64 [T]: where the new tokens' keys and values go
     new: Packed  # the new tokens of each sequence
     whole: Packed  # all tokens of each sequence, new ones included
-    read: torch.Tensor  # int64 [tokens of `whole`]: their slots
+    read: torch.Tensor  # int64 [tokens of `whole`]: slots of all tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Decode:
     neighbours.
     """
 
-    # Per layer: keys and values as in Paged, and the address of each, int64 [1], which may change between runs of a graph.
+    # Per layer: keys and values as in `Paged`, and the address of each, int64 [1], which may change between runs of a graph.
     caches: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     slots: torch.Tensor  # int64 [B]; -1: empty
     table: torch.Tensor  # int32 [B, most blocks]
@@ -142,7 +142,7 @@ class Bunch:
 
     rows: slice
     blocks: torch.Tensor  # [rows * most blocks]
-    tokens: int  # read by the longest row
+    tokens: int  # tokens that the longest row reads
     mask: torch.Tensor  # bool [rows, 1, 1, tokens]
 
 
@@ -181,7 +181,7 @@ def attention(
 
 
 def register() -> str:
-    """Make the function known to transformers under its name."""
+    """Register the function with transformers under its name."""
     AttentionInterface.register(NAME, attention)
     return NAME
 
@@ -218,8 +218,8 @@ def decode_batch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of states [B, heads, width] over the cache, which gets the new keys and values. `angles`: the cosines and sines [B, width]
-    of queries and keys that are not rotated yet, which is one kernel less, only where Triton runs."""
+    """Compute attention of states [B, heads, width] over the cache, and write the new keys and values into it. `angles`: the cosines and
+    sines [B, width] of queries and keys that are not rotated yet, which saves one kernel; only where Triton runs."""
     if not runs_triton(q):
         assert angles is None
         return decode_bunches(q, k, v, context, layer, scoring)
@@ -234,7 +234,7 @@ def decode_batch(
 
 
 def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
-    """Decoding on CPU. Heads that share keys become rows of one query, so keys are not repeated."""
+    """Decode on CPU. Heads that share keys become rows of one query, so keys are not repeated."""
     keys, values, *_ = context.caches[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
@@ -254,7 +254,7 @@ def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: D
 
 
 def bunches_of(context: Decode, window: int | None, token_bytes: int) -> list[Bunch]:
-    """Bunches of rows of similar length, so that little padding is read, and small enough for the processor's cache."""
+    """Return bunches of rows of similar length, so that little padding is read, and small enough for the processor's cache."""
     lengths, block = context.lengths.tolist(), context.block_tokens
     bunches, start = [], 0
     while start < len(lengths):
@@ -300,7 +300,7 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
     new, whole = context.new, context.whole
-    fresh = np.array_equal(new.bounds, whole.bounds)  # every sequence is here from its first token
+    fresh = np.array_equal(new.bounds, whole.bounds)  # every sequence is in this pass from its first token
     if flash_runs(q, scoring):
         k_all, v_all = (k, v) if fresh else (keys[context.read], values[context.read])
         return flash(q, k_all, v_all, new.cu_seqlens, whole.cu_seqlens, new.longest, whole.longest, scoring)[0]
@@ -317,7 +317,8 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Queries, keys and values [batch, heads, T, width]. The mask is True where a query may look; None means causal."""
+    """Compute attention of queries, keys and values [batch, heads, T, width]. The mask is True where a query may look; None means
+    causal."""
     if scoring.softcap is not None:
         causal = causal_mask(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
         return attend_capped(q, k, v, causal, scoring)
@@ -325,7 +326,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def attend_capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """No kernel of torch caps scores: they are computed piece by piece, and again in the backward pass instead of being kept."""
+    """Compute attention with soft-capped scores, for which torch has no kernel: piece by piece, and again in the backward pass instead of
+    keeping them."""
     batch, heads, queries, _ = q.shape
     mask = mask.expand(batch, 1, queries, k.shape[2])
     rows = max(1, SCORE_NUMBERS // (heads * k.shape[2]))  # queries of a piece
@@ -350,13 +352,13 @@ def capped_piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may look; the last query has the position of the last key."""
+    """Return a mask that is True where a query may look; the last query has the position of the last key."""
     gap = (torch.arange(queries, device=device) + (keys - queries))[:, None] - torch.arange(keys, device=device)[None, :]
     return gap >= 0 if window is None else (gap >= 0) & (gap < window)
 
 
 def repeat(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys or values [.., key heads, T, width], repeated for each query head."""
+    """Repeat keys or values [.., key heads, T, width] for each query head."""
     times = q.shape[1] // states.shape[1]
     return states if times == 1 else states.repeat_interleave(times, dim=1)
 
@@ -367,7 +369,7 @@ def flash_runs(q: torch.Tensor, scoring: Scoring) -> bool:
 
 @cache
 def varlen() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """torch's flash attention. torch 2.11 accepts grouped heads without an option; later releases need one."""
+    """Return torch's flash attention. torch 2.11 accepts grouped heads without an option; later releases need one."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -378,7 +380,7 @@ def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
     longest_query: int, longest_key: int, scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The output, and the logarithms of the sums of exponentials [heads, T]."""
+    """Return the output, and the logarithms of the sums of exponentials [heads, T]."""
     window = (-1 if scoring.window is None else scoring.window - 1, 0)
     states = (q.contiguous(), k.contiguous(), v.contiguous())
     return varlen()(*states, cu_queries, cu_keys, longest_query, longest_key, scale=scoring.scale, window_size=window)
@@ -389,8 +391,8 @@ def packed_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Flash attention forward, our kernels backward: with documents of a few hundred tokens flash's own backward pass takes 1.5 to 1.9
-    times as long. It is an operation of torch, so that selective recompute knows what to keep."""
+    """Run flash attention forward and fulltilt's kernels backward: with documents of a few hundred tokens flash's own backward pass takes
+    1.5 to 1.9 times as long. It is an operation of torch, so that selective recompute knows what to keep."""
     return flash(q, k, v, bounds, bounds, longest, longest, Scoring(scale, window))
 
 

@@ -3,10 +3,10 @@
 A template comes with a model and is a program. jinja's sandbox keeps it away from the system, but not from running for ever.
 
 Enters: a tokenizer with its template, and messages. Leaves: the text that the template writes. Guaranteed: whatever the template does, the
-result is a text or a `UserError`. Its first conversation is written in a child process first, which the system ends after SECONDS of
-processor time, whatever it does, and which on Linux may use BYTES more memory; later ones are interrupted in the process itself, in any
-thread, as soon as Python's interpreter takes its next step. The memory of the process itself is not limited: such a limit would hold for
-all its threads. A `MemoryError` there is raised as it is.
+result is a text or a `UserError`. Its first conversation is tried in a child process, which the system ends after SECONDS of processor
+time, whatever it does, and which on Linux may use BYTES more memory; later conversations are interrupted in this process, in any thread, at
+the interpreter's next step. The memory of the process itself is not limited: such a limit would hold for all its threads. A `MemoryError`
+there is raised as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fulltilt.words import first_line, in_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 5.0  # for one conversation; usual templates take less than a millisecond
+SECONDS = 5.0  # processor time for one conversation; usual templates take less than a millisecond
 BYTES = 4 * 2**30
 _CANNOT = "the chat template cannot write this conversation"
 _OUT_OF_MEMORY = 3  # the exit status of a child
@@ -43,7 +43,7 @@ class TemplateOverdue(BaseException):
 
 
 def read_template(path: str, key: str) -> str:
-    """The text of a file with a chat template; `key` is the setting that names it."""
+    """Return the text of a file with a chat template; `key` is the setting that names it."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -56,7 +56,7 @@ def read_template(path: str, key: str) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """A conversation as a chat template writes it, special tokens included."""
+    """Return a conversation as a chat template writes it, special tokens included."""
     write = partial(tokenizer.apply_chat_template, list(messages), chat_template=template, tokenize=False, **options)
     try:
         with _rendering:
@@ -71,13 +71,13 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence
         raise UserError(f"{_CANNOT}: it was stopped after {SECONDS:.0f} seconds, as it does not seem to end.") from error
     except RecursionError as error:
         raise UserError(f"{_CANNOT}: it calls itself without end.") from error
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template can raise anything that Python can
         raise UserError(f"{_CANNOT}: {first_line(error).rstrip('.')}.") from error
 
 
 def _try_in_child(write: Callable[[], Any]) -> None:
     """Use a template for the first time in a child process: an operation such as 9 ** 9 ** 9 never returns to the interpreter, and only
-    ending its process stops it. Whatever else goes wrong there goes wrong again here, where it is reported."""
+    ending its process stops it. Any other error of the child occurs again in this process, where it is reported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the other threads
         child = os.fork()
@@ -112,7 +112,7 @@ def _write_and_exit(write: Callable[[], Any]) -> NoReturn:
 
 
 def _limit_memory() -> None:
-    """Let this process use BYTES more memory than it has now."""
+    """Limit this process to BYTES more memory than it has now."""
     if sys.platform.startswith("linux"):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         set_before = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
@@ -121,12 +121,13 @@ def _limit_memory() -> None:
 
 
 class _Deadline:
-    """Interrupts a template. Signals would reach the main thread only; an exception set by another thread reaches any."""
+    """Interrupts a template that runs too long. Signals would reach the main thread only; an exception set by another thread reaches any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread: int | None = None  # in which a template runs
-        self._conversation = 0  # counts them
+        self._thread: int | None = None  # the thread in which a template runs
+        self._conversation = 0  # number of conversations so far
         self._watcher = False
 
     @contextlib.contextmanager
@@ -140,12 +141,12 @@ class _Deadline:
             yield
         finally:
             with self._lock:
-                if self._thread is None:  # the exception was set just now, and must not arrive later
+                if self._thread is None:  # the exception has just been set, and must not arrive later
                     _set_exception(threading.get_ident(), None)
                 self._thread = None
 
     def _watch(self) -> None:
-        seen, began, used = 0, 0.0, 0.0  # the clocks are read here, as reading them for every row would slow down loading
+        seen, began, used = 0, 0.0, 0.0  # the clocks are read in this thread, because reading them for every row would slow down loading
         while True:
             time.sleep(SECONDS / 20)
             with self._lock:
@@ -155,9 +156,9 @@ class _Deadline:
                 now, processor = time.monotonic(), time.process_time()
                 if seen != self._conversation:
                     seen, began, used = self._conversation, now, processor
-                # Time alone would accuse a template of what a stopped or overloaded machine did.
+                # Wall time alone would blame the template for a stopped or overloaded machine.
                 elif now - began > SECONDS and processor - used > SECONDS / 2:
-                    thread, self._thread = self._thread, None  # once: the thread may be on its way out
+                    thread, self._thread = self._thread, None  # only once: the thread may already be leaving
                     _set_exception(thread, TemplateOverdue)
 
 
@@ -166,4 +167,4 @@ def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
 
 
 _rendering, _deadline = threading.Lock(), _Deadline()
-_tried: set[str] = set()  # templates that came to an end once
+_tried: set[str] = set()  # templates that have finished once

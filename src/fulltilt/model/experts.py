@@ -5,13 +5,13 @@ interface passes them; every choice is an existing expert. Leaves: for each toke
 token's result depends on no other token except for the rounding of a matrix product, even if others are empty, padded or not finite; sums
 run in a fixed order, forward and backward, never through atomics; experts without tokens cost nothing and have a gradient of zero. Tokens
 are sorted by expert and counted on the device, once per layer, and torch multiplies all experts in one call: two calls per layer forward
-and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel, sums are in float32 and the host waits for
-nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
+and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel, sums are in float32 and the host never waits,
+so a CUDA graph can hold the layer; `why_not_captured` gives the reason if it cannot.
 
 An adapter on a stack of weights (`ADAPTERS`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
 pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
-Where workers have some of the experts each, what is in the attribute `SPLIT` of their module runs them (parallel/experts.py), with the same
+If each worker has some of the experts, the object in the attribute `SPLIT` of their module runs them (parallel/experts.py), with the same
 products on sorted rows (`run_sorted`).
 
 Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
@@ -39,7 +39,7 @@ SPLIT = "_fulltilt_split"  # attribute of a module whose experts are divided amo
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # rows must be a multiple of this many bytes in that call
 MOST_EXPERTS = 1023  # limit of that call on CUDA
-CAPTURABLE = (9, 10)  # compute capabilities (major) with a kernel; elsewhere the call copies the counts to the host and loops there
+CAPTURABLE = (9, 10)  # compute capabilities (major) with a kernel; on others the call copies the counts to the host and loops there
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +47,15 @@ class Route:
     """The T x k choices of experts, sorted by expert."""
 
     experts: torch.Tensor  # int16 [T * k]: the chosen experts, sorted
-    order: torch.Tensor  # int64 [T * k]: sorted place -> choice; choice c belongs to token c // k
-    places: torch.Tensor  # int64 [T * k]: choice -> sorted place
-    ends: torch.Tensor  # int32 [experts]: the place after each expert's last
+    order: torch.Tensor  # int64 [T * k]: sorted position -> choice; choice c belongs to token c // k
+    places: torch.Tensor  # int64 [T * k]: choice -> sorted position
+    ends: torch.Tensor  # int32 [experts]: the position after each expert's last row
     live: torch.Tensor | None = None  # bool [T * k, 1]: sorted rows that have an expert; None: all have one
 
     @staticmethod
     def of(chosen: torch.Tensor, count: int, *, all_live: bool = True) -> Route:
-        """`chosen`: [T, k]. A stable sort: an expert's tokens keep their order, so that sums over them do. Without `all_live`, choices of
-        `count` have no expert here: their rows come last, and have results of zero."""
+        """Sort the choices `chosen` [T, k]. A stable sort: an expert's tokens keep their order, so that sums over them do. Without
+        `all_live`, choices of `count` have no expert here: their rows come last, and their results are zero."""
         experts, order = torch.sort(chosen.flatten().to(torch.int16), stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         numbers = torch.arange(count, dtype=torch.int16, device=order.device)
@@ -63,15 +63,15 @@ class Route:
         return Route(experts, order, places, ends, None if all_live else (experts < count)[:, None])
 
     def sort(self, rows: torch.Tensor, choices: int | None = None) -> torch.Tensor:
-        """Rows in the order of experts. With `choices`, from the rows of tokens, each of which has so many choices."""
+        """Return rows in the order of experts. With `choices`, the rows are those of tokens, each of which has that many choices."""
         return _Reorder.apply(rows, self.order, self.places, choices)
 
     def unsort(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sorted rows in the order of choices."""
+        """Return sorted rows in the order of choices."""
         return _Reorder.apply(rows, self.places, self.order, None)
 
     def masked(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sorted rows, with zeros where there is no expert."""
+        """Return sorted rows, with zeros for those without an expert."""
         return rows if self.live is None else torch.where(self.live, rows, 0)
 
 
@@ -87,7 +87,7 @@ class SplitExperts(Protocol):
 
 
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """`self` is a module with transformers' experts interface. Each of its parameters is read once."""
+    """Run the experts of the module `self`, which has transformers' experts interface. Each of its parameters is read once."""
     split: SplitExperts | None = getattr(self, SPLIT, None)
     if split is not None:
         return split.run(self, hidden_states, top_k_index, top_k_weights)
@@ -97,18 +97,18 @@ def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tenso
 
 
 def run_sorted(module: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """Each row [S, width] of the experts that the module has, sorted by expert, through its expert."""
+    """Run each row [S, width], sorted by the experts that the module has, through its expert."""
     first, last = projections(module)
     return project(module, last, activate(module, project(module, first, rows, route)), route)
 
 
 def weighted_sum(results: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The results [T * k, width] of each token's experts, summed with the router's weights [T, k]."""
+    """Sum the results [T * k, width] of each token's experts with the router's weights [T, k]."""
     return (results.view(*shares.shape, results.shape[-1]) * shares[..., None]).sum(1)  # torch adds up in float32 or better
 
 
 def register() -> str:
-    """Make the function known to transformers under its name."""
+    """Register the function with transformers under its name."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
     return NAME
 
@@ -140,8 +140,8 @@ def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, route: Route) -> torch.Tensor:
-    """Rows [S, in], sorted by expert, each times its expert's weight [experts, in, out]. torch leaves what it finds in memory in the
-    results, and in the gradients, of rows behind the last expert's: they are masked on both sides of the product."""
+    """Multiply rows [S, in], sorted by expert, with their experts' weights [experts, in, out]. torch leaves uninitialised memory in the
+    results, and in the gradients, of rows after the last expert's: they are masked on both sides of the product."""
     rows = route.masked(rows)
     if why_one_by_one(weights) is None:
         return route.masked(F.grouped_mm(rows, weights, offs=route.ends))
@@ -152,7 +152,8 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, route: Route) -> 
 
 
 def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, route: Route) -> torch.Tensor:
-    """rows @ inward [experts, in, rank] @ outward [experts, rank, out]. Ranks that torch's call does not accept are padded with zeros."""
+    """Return rows @ inward [experts, in, rank] @ outward [experts, rank, out]. Ranks that torch's call does not accept are padded with
+    zeros."""
     missing = -inward.shape[-1] % (ALIGNED // inward.itemsize)
     if missing:
         inward, outward = F.pad(inward, (0, missing)), F.pad(outward, (0, 0, 0, missing))
@@ -160,7 +161,7 @@ def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Ten
 
 
 def why_one_by_one(weights: torch.Tensor) -> str | None:
-    """Why torch does not take these experts in one call."""
+    """Return why torch cannot multiply these experts in one call; None: it can."""
     if weights.dtype not in GROUPED:
         return f"torch has no grouped product in {type_of(weights)}"
     widths = weights.shape[1:]
@@ -175,12 +176,12 @@ def why_one_by_one(weights: torch.Tensor) -> str | None:
 
 
 def takes_adapter(module: torch.nn.Module, name: str) -> bool:
-    """Whether an adapter on this parameter of the module can run through `run_experts`."""
+    """Return whether an adapter on this parameter of the module can run through `run_experts`."""
     return has_interface(module) and name in projections(module)
 
 
 def runs_here(module: Any) -> bool:
-    """Whether the module runs through `run_experts` and not through another implementation."""
+    """Return whether the module runs through `run_experts` and not through another implementation."""
     return has_interface(module) and module.config._experts_implementation == NAME
 
 
@@ -192,17 +193,17 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 
 def used_by_a_token(parameter: torch.Tensor, config: Any) -> int:
-    """How many numbers of a parameter one token is multiplied with: with stacked experts, those of the token's experts only."""
+    """Return how many numbers of a parameter one token is multiplied with: of stacked experts, only those of the token's experts."""
     text = config.get_text_config()
     active = getattr(text, "num_experts_per_tok", None)
     if parameter.ndim < 3 or not active:
         return parameter.numel()
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or len(parameter)
-    return parameter.numel() * active // experts  # on average, where a worker has some of the experts
+    return parameter.numel() * active // experts  # on average, if a worker has some of the experts
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
-    """Why a CUDA graph cannot hold the model's experts; None if it can."""
+    """Return why a CUDA graph cannot hold the model's experts; None if it can."""
     reasons = ((name, why_host_counts(module)) for name, module in model.named_modules() if has_interface(module))
     return next((f"the host counts the tokens of each expert in {name}: {reason}" for name, reason in reasons if reason is not None), None)
 
@@ -230,8 +231,8 @@ def type_of(tensor: torch.Tensor) -> str:
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in the order of `index`, whose inverse permutation is `inverse`. With `choices`, each row is read for that many choices: rows
-    [T, width] -> [T * choices, width]. The gradient of reading by index would be a scattered addition; with the inverse it is another read:
+    """Reorders rows by `index`, whose inverse permutation is `inverse`. With `choices`, each row is read for that many choices: rows [T,
+    width] -> [T * choices, width]. The gradient of reading by index would be a scattered addition; with the inverse it is another read:
     faster, and always in the same order."""
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Inspection of a model's or an adapter's folder before anything in it is loaded, and digests of its files.
 
 Enters: a folder, and the setting that names it. Leaves: nothing, or a UserError with the setting, the file, what is wrong and the remedy.
-Guaranteed: no weights are read, but for a digest's samples of them, so that `--check` can afford it; what transformers finds wrong with the
-values of a readable file is told when the file is used (`reading` in model/load.py). Only folders are inspected: files of a hub's cache
-were checked when they came.
+Guaranteed: no weights are read except a digest's samples, so that `--check` is quick; mistakes that transformers finds in the values of a
+readable file are reported when the file is used (`reading` in model/load.py). Only folders are inspected: files of a hub's cache were
+checked at their download.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AGAIN = "Download or copy it again"
 
 
 def inspect_model(source: str, key: str) -> None:
-    """Refuse a folder whose files cannot be those of a model."""
+    """Refuse a folder whose files cannot be a model's."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -45,7 +45,7 @@ def inspect_model(source: str, key: str) -> None:
 
 
 def inspect_adapter(source: str, key: str) -> None:
-    """Refuse a folder whose files cannot be those of an adapter that peft saved."""
+    """Refuse a folder whose files cannot be an adapter's that peft saved."""
     folder = Path(source)
     if folder.is_dir():
         read_object(folder / "adapter_config.json", key)
@@ -53,8 +53,8 @@ def inspect_adapter(source: str, key: str) -> None:
 
 
 def stored_tensors(folder: Path, names: tuple[str, ...], key: str) -> set[str]:
-    """The names of the tensors in a folder's safetensors files; none where it has other files of weights. `names`: of the one file that
-    holds them all, or else of the index of several files."""
+    """Return the names of the tensors in a folder's safetensors files; an empty set if it has other files of weights. `names`: the names of
+    a single file with all of them, or else of the index of several files."""
     found = next((folder / name for name in names if (folder / name).exists()), None)
     if found is not None:
         return sharded_tensors(found, key) if found.name == INDEX else set(read_names(found, key))
@@ -74,7 +74,7 @@ def sharded_tensors(index: Path, key: str) -> set[str]:
 
 
 def shards_of(index: Path, key: str) -> Mapping[str, str]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     found = read_object(index, key).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise broken(key, index, "it has no weight_map with the file of each tensor", AGAIN)
@@ -86,7 +86,7 @@ def shards_of(index: Path, key: str) -> Mapping[str, str]:
 
 
 def read_names(file: Path, key: str) -> list[str]:
-    """The names of the tensors of a safetensors file, whose header must fit its size."""
+    """Return the names of the tensors of a safetensors file, whose header must fit its size."""
     refuse_substitute(file, key)
     try:
         with safe_open(file, framework="np") as tensors:
@@ -96,7 +96,7 @@ def read_names(file: Path, key: str) -> list[str]:
 
 
 def read_object(file: Path, key: str, *, needed: bool = True) -> dict[str, Any]:
-    """A JSON file that holds an object; an empty one where the file is not there and not needed."""
+    """Return the object in a JSON file; an empty one if the file does not exist and is not needed."""
     if not file.exists() and not needed:
         return {}
     refuse_substitute(file, key)
@@ -110,7 +110,7 @@ def read_object(file: Path, key: str, *, needed: bool = True) -> dict[str, Any]:
 
 
 def refuse_substitute(file: Path, key: str) -> None:
-    """Refuse what often lies where a file should be: nothing, a pointer to it, a web page about it."""
+    """Refuse what is often found in place of a file: nothing, a pointer to it, a web page about it."""
     if not file.exists():
         raise broken(key, file, "it is missing", "Give the folder of a complete model")
     if not file.is_file():

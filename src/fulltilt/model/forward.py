@@ -13,23 +13,23 @@ import torch
 from fulltilt.model.attention import Context, UnsupportedModel
 
 Computed = TypeVar("Computed")
-ONE_PASS = "one_pass"  # the method of a model that has to be told where a pass begins and ends
+ONE_PASS = "one_pass"  # the method of a model that must know where a pass begins and ends
 
 
 def in_one_pass(model: torch.nn.Module, compute: Callable[[], Computed]) -> Computed:
-    """What `compute` computes with the model's body and head. A model whose parameters are shared out among workers (parallel/apply.py) has
-    them whole only inside."""
+    """Return the result of `compute`, which uses the model's body and head. A model whose parameters are sharded among workers
+    (parallel/apply.py) has them whole only during this call."""
     whole: Callable[[Callable[[], Computed]], Computed] | None = getattr(model, ONE_PASS, None)
     return compute() if whole is None else whole(compute)
 
 
 def computing_type(model: Any) -> torch.dtype:
-    """The type that the model computes in; one that is shared out keeps wider parameters."""
+    """Return the type that the model computes in; a sharded model keeps wider parameters."""
     return getattr(model, "computing_type", None) or model.dtype
 
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-    body = model.base_model  # the model itself where it has no head
+    body = model.base_model  # the model itself if it has no head
     # No attention_mask: with one, transformers would treat the stream as a single document.
     output = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, fulltilt=context)  # type: ignore[operator]
     states = getattr(output, "last_hidden_state", None)

@@ -5,17 +5,17 @@ addition before them), rotary embedding and the gated product run as one kernel 
 another. Guaranteed: every parameter stays the same object under the same name; only its memory moves, once, so that parameters which run as
 one product are slices of one storage and nothing exists twice. Saving, optimizers that update in place, hooks on parameters and `main_grad`
 keep working; a projection that has an accumulator and no hook leaves no other gradient. Each parameter gets its own gradient. Results are
-those of the unfused model: to the bit where only kernels replace operations on CPU, within the rounding of a matrix product where
-projections run as one (in float32 on the small models of the tests: hidden states, log-probs and gradients within 1e-5 of their size).
+those of the unfused model: bit for bit if only kernels replace operations on CPU, within the rounding of a matrix product if projections
+run as one (in float32 on the small models of the tests: hidden states, log-probs and gradients within 1e-5 of their size).
 
-An unknown model is left alone as a whole, with the reason in the report. Where an adapter (peft) or a hook is on a projection, before or
+An unknown model is left unchanged as a whole, with the reason in the report. If an adapter (peft) or a hook is on a projection, before or
 after fusing, the projections of that group run separately, and the report of `check_fused` names them. The attention forward still calls
 transformers' attention interface, so packed training, prefill and windows are unchanged. Only decoding with Triton bypasses it, to rotate
 and write the cache in one kernel.
 
     report = fuse(model)      # after the model is on its device; again after anything moved the weights
-    fuse_and_compare(model)   # the same for a run: raises WrongLayers and restores the model where values or gradients differ
-    check_fused(model)        # raises BrokenFusion where parameters have left their storage
+    fuse_and_compare(model)   # the same for a run: raises WrongLayers and restores the model if values or gradients differ
+    check_fused(model)        # raises BrokenFusion if parameters have left their storage
     unfuse(model)             # restores the model; call it before `model.to(...)`
 """
 
@@ -59,7 +59,7 @@ class BrokenFusion(RuntimeError):
 
 
 class WrongLayers(RuntimeError):
-    """Fused or compiled layers do not run, or do not compute what the model's own layers do."""
+    """Fused or compiled layers do not run, or do not compute the same as the model's own layers."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LayerFamily:
 
     prefix: str
     head_norms: bool = False
-    window: Callable[[Any], int | None] | None = None  # what its attention passes as `sliding_window`; None: it passes nothing
+    window: Callable[[Any], int | None] | None = None  # the value that its attention passes as `sliding_window`; None: it passes nothing
 
     def is_(self, module: torch.nn.Module, part: str, home: str) -> bool:
         return type(module) is getattr(sys.modules[home], self.prefix + part)
@@ -84,7 +84,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class FusedReport:
-    """What runs fused. `left_alone`: why nothing does. `aside`: projections that run separately, by name, with the reason."""
+    """The fused parts of a model. `left_alone`: why none is fused. `aside`: projections that run separately, by name, with the reason."""
 
     family: str | None
     layers: int = 0
@@ -102,7 +102,7 @@ class FusedReport:
 
 @dataclass(eq=False)
 class FusedState:
-    """What a fused module stores about itself."""
+    """State that a fused module stores about itself."""
 
     family: LayerFamily
     names: tuple[str, ...] = ()  # projections that run as one product
@@ -116,7 +116,7 @@ class FusedState:
 
 
 def fuse(model: PreTrainedModel) -> FusedReport:
-    """Fuse the model's layers, on its device. On a fused model, join parameters again that have been moved apart."""
+    """Fuse the model's layers, on its device. If the model is fused already, join parameters again that were moved apart."""
     body = model.base_model
     if not is_fused(model):
         reason = obstacle_of(body)
@@ -132,7 +132,7 @@ def fuse(model: PreTrainedModel) -> FusedReport:
 
 
 def check_fused(model: PreTrainedModel) -> FusedReport:
-    """What runs fused now. Raises BrokenFusion if parameters that ran as one product have been moved apart."""
+    """Report what runs fused now. Raises BrokenFusion if parameters that ran as one product have been moved apart."""
     body: Any = model.base_model
     if not is_fused(model):
         return FusedReport(None, left_alone=obstacle_of(body) or "fuse was not called")
@@ -153,7 +153,7 @@ def unfuse(model: PreTrainedModel) -> None:
     """Restore transformers' own forwards and give every parameter its own memory again, one group at a time."""
     body = model.base_model
     for _, owner in owners(body):
-        # Storages that hold nothing else, as `join` makes them.
+        # Storages that hold nothing else, like those that `join` makes.
         made = {whole.data_ptr() for whole in state_of(owner).joined if whole.untyped_storage().nbytes() == whole.nbytes}
         for parameter in joined_parameters(owner):
             if parameter.untyped_storage().data_ptr() in made:
@@ -165,8 +165,8 @@ def unfuse(model: PreTrainedModel) -> None:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors for `save_pretrained(state_dict=...)`, those that share a storage in main memory: transformers copies slices of a
-    storage before it writes them, and would do so on the model's device."""
+    """Return the model's tensors for `save_pretrained(state_dict=...)`, with those that share a storage in main memory: transformers copies
+    slices of a storage before it writes them, and would do so on the model's device."""
     tensors = model.state_dict(keep_vars=True)
     unique = {id(tensor): tensor.detach() for tensor in tensors.values()}  # a tied weight has two names
     for key, tensor in unique.items():
@@ -176,8 +176,8 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def separate(model: torch.nn.Module) -> None:
-    """Let projections run one by one, and no layer read the next one's weights: workers are about to share out the parameters layer by
-    layer, so they leave their joined storage. Fused kernels stay."""
+    """Let projections run one by one, and no layer read the next one's weights: workers are about to shard the parameters layer by layer,
+    so these leave their joined storage. Fused kernels stay."""
     for module in model.modules():
         if STATE in vars(module):
             state = state_of(module)
@@ -185,19 +185,19 @@ def separate(model: torch.nn.Module) -> None:
 
 
 def joined_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors whose slices are parameters that run as one product."""
+    """Yield the tensors whose slices are parameters that run as one product."""
     yield from (whole for module in model.modules() if STATE in vars(module) for whole in state_of(module).joined)
 
 
 def rejoin(model: torch.nn.Module) -> None:
-    """Let joined products follow their parameters to another memory, in which they are neighbours too."""
+    """Let joined products follow their parameters to other memory, in which these are neighbours too."""
     for module in model.modules():
         if STATE in vars(module) and state_of(module).joined:
             join(module, state_of(module))
 
 
 def obstacle_of(body: Any) -> str | None:
-    """Why this model is left alone; None if it can be fused."""
+    """Return why this model is left unchanged; None if it can be fused."""
     home = type(body).__module__
     family = FAMILIES.get(home)
     if family is None:
@@ -219,7 +219,7 @@ def obstacle_of(body: Any) -> str | None:
 
 
 def parts_of(body: Any, family: LayerFamily) -> Iterator[tuple[str, Any, str, set[str]]]:
-    """Every module that gets a fused forward: its name, the module, the end of its class's name, and the names of its children."""
+    """Yield every module that gets a fused forward: its name, the module, the end of its class's name, and the names of its children."""
     head_norms = set(HEAD_NORMS) if family.head_norms else set()
     yield "norm", body.norm, "RMSNorm", set()
     for index, layer in enumerate(body.layers):
@@ -253,7 +253,7 @@ def state_of(module: torch.nn.Module) -> FusedState:
 
 
 def owners(body: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every module that has projections to run as one product."""
+    """Return every module that has projections to run as one product."""
     return [(name, module) for name, module in body.named_modules() if STATE in vars(module) and state_of(module).names]
 
 
@@ -261,7 +261,7 @@ def owners(body: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def joined_parameters(owner: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters in a joined storage, also where an adapter has since been wrapped around their layer."""
+    """Return the parameters in a joined storage, also if an adapter has since been wrapped around their layer."""
     if not state_of(owner).joined:
         return []
     layers = [getattr(owner, name) for name in state_of(owner).names]
@@ -271,7 +271,8 @@ def joined_parameters(owner: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | None:
-    """Why these projections must be called as modules. Checked at every call: adapters and hooks may come after fusing."""
+    """Return why these projections must be called as modules; None if they need not. Checked at every call: adapters and hooks may be added
+    after fusing."""
     for name in names:
         layer = owner._modules[name]
         if type(layer) is not torch.nn.Linear:
@@ -312,7 +313,7 @@ def why_not_joinable(owner: torch.nn.Module, state: FusedState) -> str | None:
 
 @torch.no_grad()
 def join(owner: torch.nn.Module, state: FusedState) -> None:
-    """Move the parameters of a group into one storage, unless they are neighbours in one already."""
+    """Move the parameters of a group into one storage, unless they are already neighbours in one."""
     state.joined = []
     for parameters in grouped(owner, state.names):
         whole = side_by_side(parameters)
@@ -324,14 +325,14 @@ def join(owner: torch.nn.Module, state: FusedState) -> None:
 
 
 def grouped(owner: torch.nn.Module, names: tuple[str, ...]) -> list[list[torch.nn.Parameter]]:
-    """Weights, then biases if there are any."""
+    """Return the group's weights, then its biases if there are any."""
     layers: list[Any] = [owner._modules[name] for name in names]
     weights = [layer._parameters["weight"] for layer in layers]
     return [weights] if layers[0]._parameters["bias"] is None else [weights, [layer._parameters["bias"] for layer in layers]]
 
 
 def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor of which these are slices along the first axis, in order and without gaps, or None."""
+    """Return the tensor whose slices along the first axis these are, in order and without gaps; None if there is none."""
     first, place = parameters[0], parameters[0].data_ptr()
     for parameter in parameters:
         same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and parameter.is_contiguous()
@@ -342,8 +343,8 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def whole_tensors(owner: torch.nn.Module, state: FusedState) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
-    """The joined weight, the joined bias if there is one, and the parameters of both. While a joined tensor is held its memory is not
-    reused, so the right address means that a parameter still is its slice, also where its storage was emptied and filled meanwhile."""
+    """Return the joined weight, the joined bias if there is one, and the parameters of both. While a joined tensor is held its memory is
+    not reused, so the right address means that a parameter still is its slice, even if its storage was emptied and filled meanwhile."""
     parameters = grouped(owner, state.names)
     for group, whole in zip(parameters, state.joined, strict=False):
         places = accumulate((parameter.nbytes for parameter in group), initial=whole.data_ptr())
@@ -358,7 +359,7 @@ def whole_tensors(owner: torch.nn.Module, state: FusedState) -> tuple[torch.Tens
 
 
 def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """All projections of the owner at once [..., sum of their rows], or None where they must run separately."""
+    """Return the results of all the owner's projections at once [..., sum of their rows]; None if they must run separately."""
     state = state_of(owner)
     if state.refused is not None or adapter_or_hook(owner, state.names) is not None:
         return None
@@ -366,7 +367,7 @@ def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | No
 
 
 def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """A single projection, through the product whose rows do not depend on their number."""
+    """Compute a single projection, through the product whose rows do not depend on their number."""
     layer: Any = owner._modules[name]
     if adapter_or_hook(owner, (name,)) is not None:
         return layer(x)
@@ -375,7 +376,7 @@ def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tens
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Weight and bias have no gradient; the parameters, weights and then biases, are slices of them and may have one."""
+    """Multiply by a weight and bias that have no gradient; the parameters, weights and then biases, are slices of them and may have one."""
     if not torch.is_grad_enabled():
         return linear(x, weight, bias)
     if not any(parameter.requires_grad for parameter in parameters):
@@ -386,12 +387,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pa
 
 
 class _Kept(torch.autograd.Function):
-    """Saves what the gradients of a product need, before the product. Where layers are recomputed, the second pass stops at the last saved
+    """Saves the inputs of a product's gradients, before the product. When layers are recomputed, the second pass stops at the last saved
     tensor, so the product at the end of a layer is not computed again, as with torch's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keeping: list[Any], *parameters: torch.nn.Parameter) -> torch.Tensor:
-        ctx.save_for_backward(x, *parameters)  # parameters for their version: a change before the backward pass must raise
+        ctx.save_for_backward(x, *parameters)  # parameters are saved for their version: a change before the backward pass must raise
         keeping.append(ctx)
         return x.view_as(x)
 
@@ -401,8 +402,8 @@ class _Kept(torch.autograd.Function):
 
 
 class _LayerProduct(torch.autograd.Function):
-    """A linear layer with one parameter or several joined ones. Each parameter's gradient is added to its float32 accumulator (`main_grad`)
-    inside the matrix product where it has one, so that no gradient is written, read again and rounded to the parameter's type."""
+    """A linear layer with one parameter or several joined ones. If a parameter has a float32 accumulator (`main_grad`), its gradient is
+    added to that inside the matrix product, so that no gradient is written, read again and rounded to the parameter's type."""
 
     @staticmethod
     def forward(
@@ -430,7 +431,7 @@ class _LayerProduct(torch.autograd.Function):
 
 
 def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out: torch.Tensor, x: torch.Tensor) -> bool:
-    """Add the gradients to the weights' accumulators, in one product where those are neighbours in memory. False, and nothing added, where
+    """Add the gradients to the weights' accumulators, in one product if these are neighbours in memory. Returns False, and adds nothing, if
     a weight that needs a gradient has no accumulator, or a hook that waits for the gradient."""
     if any(weight._backward_hooks for weight in weights):
         return False
@@ -453,7 +454,7 @@ def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out:
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The norm, or its result if the layer before has computed it along with exactly these hidden states."""
+    """Compute the norm, or return its result if the layer before has computed it together with exactly these hidden states."""
     ready = hidden_states.__dict__.pop(READY, None)
     if ready is not None and not torch.is_grad_enabled():
         norm, version, normed = ready
@@ -514,8 +515,8 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     normed, hidden_states = add_norm(self.post_attention_layernorm, attended, hidden_states)
     beside = self.mlp(normed)
     following = state_of(self).following
-    # The addition at the end of a layer runs with the norm at the start of the next. Not with gradients: recomputing a layer must not
-    # reach into the next one, nor may a sharded layer read weights that are not gathered yet.
+    # The addition at the end of a layer runs with the norm at the start of the next. Not with gradients: recomputing a layer must not reach
+    # into the next one, nor may a sharded layer read weights that are not gathered yet.
     if following is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or not is_fused_norm(following):
         return hidden_states + beside
     normed, hidden_states = add_norm(following, beside, hidden_states)
@@ -524,7 +525,7 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
 
 
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the sum, and the sum."""
+    """Return the norm of the sum, and the sum."""
     if is_fused_norm(norm):
         return rms_norm(x, norm.weight, norm.variance_epsilon, residual)
     total = residual + x
@@ -532,7 +533,7 @@ def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.
 
 
 def is_fused_norm(norm: Any) -> bool:
-    """Whether a norm may be computed without calling it: it has our forward, and no hooks."""
+    """Return whether a norm may be computed without calling it: it has the fused forward, and no hooks."""
     return STATE in vars(norm) and not has_hooks(norm)
 
 
@@ -543,13 +544,13 @@ STATES = ("hidden states", "hidden states under a gradient")
 # gradients. A forgotten term is as large as the whole. In float64 norms still round to float32, as in transformers.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 OF_GRADIENTS = 4.0
-SHALLOW_VOCABULARY = 512  # tokens of a model that stands for one without memory
-# A model and packs of documents -> numbers to compare, by name.
+SHALLOW_VOCABULARY = 512  # tokens of the model that replaces one without memory in comparisons
+# Maps a model and packs of documents to the numbers to compare, by name.
 Measure = Callable[[PreTrainedModel, Sequence[Sequence[np.ndarray]]], dict[str, torch.Tensor]]
 
 
 def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
-    """Fuse a run's model; raise WrongLayers and restore it where the fused layers do not compute the same (`change_and_compare`)."""
+    """Fuse a run's model; raise WrongLayers and restore it if the fused layers do not compute the same (`change_and_compare`)."""
     if not is_fused(model) and obstacle_of(model.base_model) is not None:
         return fuse(model)
     assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters()), "before the optimizer, or gradients would go there"
@@ -557,8 +558,8 @@ def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
 
 
 def fuse_without_memory(model: PreTrainedModel) -> FusedReport:
-    """Fuse a model whose parameters are in files and are about to be shared out. Fused layers are compared on a body with two layers of the
-    same sizes and random parameters; raises WrongLayers where they do not compute the same."""
+    """Fuse a model whose parameters are in files and are about to be sharded. Fused layers are compared on a body with two layers of the
+    same sizes and random parameters; raises WrongLayers if they do not compute the same."""
     stored = stored_weights(model)
     assert stored is not None
     if obstacle_of(model.base_model) is None:
@@ -567,7 +568,7 @@ def fuse_without_memory(model: PreTrainedModel) -> FusedReport:
 
 
 def shallow_body(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A body of the same class with the first two layers and few tokens."""
+    """Return a body of the same class with the first two layers and few tokens."""
     body: Any = model.base_model
     config = copy.deepcopy(body.config)
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = min(2, config.num_hidden_layers), SHALLOW_VOCABULARY, None
@@ -583,10 +584,10 @@ def change_and_compare(
     model: PreTrainedModel, change: Callable[[PreTrainedModel], Changed], restore: Callable[[PreTrainedModel], None], kind: str,
     measures: Mapping[str, Measure],
 ) -> Changed:  # fmt: skip
-    """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
-    and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
-    documents alone and side by side. Where they are not, or the model's code or a compiler fails, restores the model and raises
-    WrongLayers. What fails in our own functions, and a lack of memory, is passed on as it is."""
+    """Change the layers, and check on random documents that hidden states, with and without gradients, and the gradients of the first and
+    last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
+    documents alone and side by side. If they are not, or the model's code or a compiler fails, restores the model and raises WrongLayers. A
+    failure of fulltilt's own functions, and a lack of memory, is raised unchanged."""
     documents = random_documents(model)
     own = {words: measure(model, [documents]) for words, measure in measures.items()}
     alone = {words: gaps(own[words], measure(model, [[document] for document in documents])) for words, measure in measures.items()}
@@ -606,7 +607,7 @@ def change_and_compare(
 
 
 def numbers_of(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor]:
-    """The numbers to compare, by name, over all packs together: `STATES`, and gradients of the watched parameters."""
+    """Return the numbers to compare, by name, over all packs together: `STATES`, and gradients of the watched parameters."""
     body: Any = model.base_model
     parts = {"layers.0": body.layers[0], f"layers.{len(body.layers) - 1}": body.layers[-1], "norm": body.norm}
     named = ((f"gradients of {part}.{name}", p) for part, module in parts.items() for name, p in module.named_parameters())
@@ -630,7 +631,7 @@ def numbers_of(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) ->
 
 
 def gaps(own: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Differences relative to size. A gradient near zero (such as that of a key's bias) is measured against the largest one too."""
+    """Return differences relative to size. A gradient near zero (such as that of a key's bias) is measured against the largest one too."""
     norms = {name: float(numbers.double().norm()) for name, numbers in own.items()}
     largest = max((norm for name, norm in norms.items() if name not in STATES), default=0.0)
     units = {name: norm if name in STATES else norm + 0.01 * largest for name, norm in norms.items()}

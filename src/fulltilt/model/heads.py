@@ -1,12 +1,13 @@
 """Log-probs and entropy from hidden states.
 
-Enters: hidden states [R, width], the output embedding, what the model does to its logits, target ids [R], and the options of the head.
+Enters: hidden states [R, width], the output embedding, the model's transformation of its logits, target ids [R], and the options of the
+head.
 Leaves: log-prob and entropy of each row in float32 (float64 when the model is). Guaranteed: the same numbers and gradients with all options
 except for the order of sums; logits are accumulated in float32; the gradient of the weight is added to its float32 accumulator
-(`main_grad`) where it has one; fused, the largest temporary has the size that `head_bytes` computes, for any number of rows. A head that
-does more than scale and cap is refused: `model/verify.py` compares with the model's own logits. Where several processes hold some rows of
-the output embedding each (parallel/tensor.py), all of them call this together, with the same rows, and get the same results; only
-`Head.logits` and `Head.product`, which tokens are sampled from, gather the logits of all parts.
+(`main_grad`) if it has one; fused, the largest temporary has the size that `head_bytes` computes, for any number of rows. A head that does
+more than scale and cap is refused: `model/verify.py` compares with the model's own logits. If each of several processes holds some rows of
+the output embedding (parallel/tensor.py), all of them call this together, with the same rows, and get the same results; only `Head.logits`
+and `Head.product`, which tokens are sampled from, gather the logits of all parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VOCABULARY_PART = "vocabulary_part"  # attribute of a model whose output embeddi
 
 @dataclass(frozen=True)
 class LogitShape:
-    """Logits from the product of hidden states and output embedding: logits = cap * tanh(product * scale / cap)."""
+    """Computes logits from the product of hidden states and output embedding: logits = cap * tanh(product * scale / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +51,7 @@ class Head:
     weight: torch.Tensor  # [vocabulary, width], or this process's rows of it
     bias: torch.Tensor | None
     shape: LogitShape = LogitShape()
-    part: VocabularyPart | None = None  # which rows; None: all
+    part: VocabularyPart | None = None  # which rows this process has; None: all
 
     @staticmethod
     def of(model: torch.nn.Module) -> Head:
@@ -61,18 +62,18 @@ class Head:
         return Head(layer.weight, layer.bias, shape, getattr(model, VOCABULARY_PART, None))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary], in float32 or better. Without gradient where the vocabulary is divided."""
+        """Return logits [R, vocabulary], in float32 or better; without gradient if the vocabulary is divided."""
         return self.shape.logits(self.product(hidden))
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits before scale and cap."""
+        """Return logits before scale and cap."""
         own = product(hidden, self.weight, self.bias)
         return own if self.part is None else gather_vocabulary(own, self.part)
 
 
 def gather_vocabulary(own: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
-    """Numbers [R, vocabulary] in the order of the vocabulary, from this process's part of them [R, its rows]. Sizes do not depend on the
-    process, and nothing waits, so that a CUDA graph can hold it."""
+    """Gather numbers [R, vocabulary] in the order of the vocabulary, from this process's part of them [R, its rows]. Sizes do not depend on
+    the process, and nothing waits, so that a CUDA graph can hold the operation."""
     if not len(own):
         return own.new_empty(0, part.vocabulary)
     missing = part.each - own.shape[1]
@@ -84,11 +85,12 @@ def token_logprobs(
     hidden: torch.Tensor,  # [R, width]
     head: Head,
     targets: torch.Tensor,  # int64 [R]
-    temperature: float,  # with which samples were drawn
+    temperature: float,  # temperature with which samples were drawn
     options: HeadOptions = HeadOptions(),  # noqa: B008 (frozen)
     entropy: Entropy = "gradient",
 ) -> tuple[torch.Tensor, Any]:
-    """Log-prob of each target, differentiable, and the entropy of each row, with or without a gradient; None for entropy "none"."""
+    """Return the log-prob of each target, differentiable, and the entropy of each row, with or without a gradient; None for entropy
+    "none"."""
     if not options.fused:
         return plain_logprobs(hidden, head, targets, temperature, options, entropy)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
@@ -101,7 +103,7 @@ def token_logprobs(
 def plain_logprobs(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions, entropy: Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`token_logprobs` from the logits of all rows."""
+    """Compute `token_logprobs` from the logits of all rows."""
     logits = head.shape.logits(LinearProduct.apply(hidden, head.weight, head.bias)) * (1.0 / temperature)
     chosen = targets if head.part is None else within(targets - head.part.start, len(head.weight))[0]
     # In this order, so that the backward pass holds one tensor of the logits' size less.
@@ -125,5 +127,5 @@ def plain_entropy(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy of each row. Beside the logits, autograd keeps only the softmax."""
+    """Return the entropy of each row. Beside the logits, autograd keeps only the softmax."""
     return torch.logsumexp(logits, dim=-1) - (logits.softmax(-1) * logits).sum(-1)

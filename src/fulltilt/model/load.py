@@ -2,9 +2,9 @@
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
 tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised) and is a finite number; remote code runs
-only if asked for; a hub name stands for the commit that `commits` has for it; end tokens are all that the generation
-config, the model config or the tokenizer name. Whatever transformers raises for the content of a folder or a hub's files is a UserError of
-one line, with the original error as its cause. A failure of our own code, or of memory, is passed on as it is.
+only if asked for; a hub name stands for the commit that `commits` has for it; end tokens are all that the generation config, the model
+config or the tokenizer name. Any error of transformers about the content of a folder or a hub's files becomes a UserError of one line, with
+the original error as its cause. A failure of fulltilt's own code, or of memory, is raised unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fulltilt.words import first_line, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A line of transformers' report on tensors that have another shape than the architecture's.
+# A line of transformers' report on tensors with another shape than the architecture's.
 MISMATCH = re.compile(r"^(\S.*?)\s*\|\s*MISMATCH.*?ckpt: torch\.Size\((.*?)\) vs model:\s*torch\.Size\((.*?)\)", re.MULTILINE)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -50,7 +50,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_model(
     config: ModelConfig, device: torch.device, path: str | Path | None = None, key: str = "model.path", *, stored: bool = False
 ) -> PreTrainedModel:
-    """The model of `config`, or of another path with the same settings (a checkpoint, the reference role). `stored`: as in `read_model`."""
+    """Return the model of `config`, or of another path with the same settings (a checkpoint, the reference role). `stored`: as in
+    `read_model`."""
     what = "a causal language model"
     model, _ = read_model(AutoModelForCausalLM, what, config, device, str(path or config.path), key, stored=stored)
     return model
@@ -59,8 +60,8 @@ def load_model(
 def read_model(
     kind: Any, what: str, config: ModelConfig, device: torch.device, source: str, key: str, *, stored: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names `source`,
-    for messages. `stored`: leave parameters in the files, where these can be read in parts (model/stored.py)."""
+    """Return a model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names
+    `source`, for messages. `stored`: leave parameters in the files, if these can be read in parts (model/stored.py)."""
     found = check_model(config, source, key, kind)
     transformers_logging.disable_progress_bar()
     failure = f"{source} could not be loaded as {what}"
@@ -99,15 +100,16 @@ def read_model(
 
 
 def load_from(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], *, in_parts: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """What `load` loads. `in_parts`: with its parameters left in the files; where that fails, the model says why it was read whole."""
+    """Return the result of `load`. `in_parts`: with its parameters left in the files; if that fails, the model records why it was read
+    whole."""
     why = None
     if in_parts:
         try:
             with left_in_files():
                 return load()
-        except (OSError, MemoryError):  # perhaps of this worker alone: the others must not wait for one that goes on in another way
+        except (OSError, MemoryError):  # perhaps of this worker alone: the others must not wait for one that continues in another way
             raise
-        except Exception as error:  # a mistake in the files is found again, and told, where they are read whole
+        except Exception as error:  # a mistake in the files is found again, and reported, when they are read whole
             why = str(error) if isinstance(error, NotSliceable) else f"{type(error).__name__}: {first_line(error)}"
     model, report = load()
     setattr(model, READ_WHOLE, why)
@@ -116,7 +118,7 @@ def load_from(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], *, in_
 
 @contextlib.contextmanager
 def loading_report() -> Iterator[list[str]]:
-    """Collect what transformers logs while it loads, instead of letting it print: errors here name what matters of it."""
+    """Collect transformers' log messages while it loads, instead of letting it print: errors here quote the relevant ones."""
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -134,7 +136,7 @@ def loading_report() -> Iterator[list[str]]:
 
 
 def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoModelForCausalLM) -> PretrainedConfig:
-    """Refuse what can be known to be wrong with a model before its weights are loaded. `kind`: the Auto class that will load it."""
+    """Refuse mistakes in a model that can be known before its weights are loaded. `kind`: the Auto class that will load it."""
     inspect_model(source, key)
     found = read_config(config, source, key)
     if getattr(found, "quantization_config", None):
@@ -156,9 +158,10 @@ def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoMode
 
 
 def refuse_larger_than_files(config: PretrainedConfig, build: Callable[[], PreTrainedModel], source: str, key: str) -> None:
-    """transformers would allocate and initialise all that the files lack before it reports on it, however much that is."""
+    """Refuse a config.json that describes more parameters than the files can hold: transformers would allocate and initialise all missing
+    ones before it reports them."""
     stored = sum(file.stat().st_size for end in ("safetensors", "bin") for file in Path(source).glob(f"*.{end}"))
-    if stored and (parameters := count_parameters(config, build)) > 2 * stored:  # the smallest numbers in use have half a byte
+    if stored and (parameters := count_parameters(config, build)) > 2 * stored:  # the smallest number types in use have half a byte
         raise UserError(
             f"{key}: config.json in {source} describes at least {parameters:,} parameters, but the files of weights have {stored:,} bytes. "
             "Use a complete checkpoint, and the config.json that came with it"
@@ -166,8 +169,8 @@ def refuse_larger_than_files(config: PretrainedConfig, build: Callable[[], PreTr
 
 
 def count_parameters(config: PretrainedConfig, build: Callable[[], PreTrainedModel]) -> int:
-    """By arithmetic where the family is known, since building a model of 7B takes a second; without the head, which a critic does not have.
-    0 for what cannot be built: loading it says why."""
+    """Count parameters by arithmetic if the family is known, since building a model of 7B takes a second; without the head, which a critic
+    does not have. Returns 0 for a model that cannot be built: loading it reports why."""
     with contextlib.suppress(UnknownParameters):
         return sum(count for kind, count in shape_of(config).parameters_by_kind().items() if kind != "head")
     with contextlib.suppress(Exception), torch.device("meta"):
@@ -176,14 +179,15 @@ def count_parameters(config: PretrainedConfig, build: Callable[[], PreTrainedMod
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
-    """The sizes of a model. A few families have names of their own for usual sizes."""
+    """Return the sizes of a model. A few families have their own names for common sizes."""
     text = config.get_text_config()
     given = text.to_dict()
     return Shape.from_config(given | {name: given.get(own, getattr(text, own, None)) for name, own in text.attribute_map.items()})
 
 
 def refuse_incomplete(missing: Sequence[str], mismatched: Sequence[tuple[str, str, str]], source: str, key: str) -> None:
-    """transformers would initialise such weights at random. `mismatched`: names, stored shapes, and those of the architecture."""
+    """Refuse missing weights and weights of another shape: transformers would initialise them at random. `mismatched`: names, stored
+    shapes, and those of the architecture."""
     wrong = [*missing, *(f"{name} ({stored}, not {wanted})" for name, stored, wanted in mismatched)]
     if wrong:
         raise UserError(
@@ -194,7 +198,8 @@ def refuse_incomplete(missing: Sequence[str], mismatched: Sequence[tuple[str, st
 
 @torch.no_grad()
 def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str, key: str) -> None:
-    """Every log-prob would be NaN. The largest number of each tensor shows it in one pass, without a copy."""
+    """Refuse weights that are not finite: every log-prob would be NaN. The largest number of each tensor shows it in one pass, without a
+    copy."""
     wrong = [name for name, tensor in tensors if tensor.numel() and not torch.linalg.vector_norm(tensor, torch.inf).isfinite()]
     if wrong:
         raise UserError(
@@ -204,31 +209,33 @@ def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str, 
 
 
 def origin(config: ModelConfig, source: str) -> dict[str, Any]:
-    """Options for loading `source` with transformers."""
+    """Return the options for loading `source` with transformers."""
     return {"trust_remote_code": config.trust_remote_code, **revision_of(config, source)}
 
 
 def revision_of(config: ModelConfig, source: str) -> dict[str, str]:
-    """The option that names a hub's revision: the commit of `at_commits`; otherwise `model.revision`, which belongs to `model.path` and to
-    nothing else."""
+    """Return the option that names a hub's revision: the commit of `at_commits`; otherwise `model.revision`, which applies to `model.path`
+    only."""
     revision = commit_of(source) or (config.revision if source == config.path else None)
     return {"revision": revision} if revision else {}
 
 
 def commits_of(config: ModelConfig, paths: Mapping[str, str]) -> dict[str, str]:
-    """For each of these values of settings that is a hub name, the commit that its revision stands for now. `paths`: by the settings."""
+    """Return the current commit of each of these values that is a hub name, at its revision. `paths`: values by the settings that have
+    them."""
     found: dict[str, str] = {}
     for key, source in paths.items():
         if source not in found and not Path(source).is_dir():
             commit = getattr(read_config(config, source, key), "_commit_hash", None)
-            found |= {source: commit} if commit else {}  # some hubs do not tell it
+            found |= {source: commit} if commit else {}  # some hubs do not report it
     return found
 
 
 def load_tokenizer(
     config: ModelConfig, path: str | Path | None = None, key: str = "model.path", chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config`, or that of another model, whose chat template is its own or `chat_template`, never the one of `config`."""
+    """Return the tokenizer of `config`, or of another model, whose chat template is its own or `chat_template`, never the one of
+    `config`."""
     source = str(path or config.path)
     no_tokenizer = UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
     with reading(
@@ -240,7 +247,7 @@ def load_tokenizer(
             if "instantiate the backend tokenizer" in str(error) and not any(Path(source).glob("*.model")):
                 raise no_tokenizer from error
             raise
-        # Without files, transformers creates tokenizers of some families that have special tokens only.
+        # Without files, transformers creates tokenizers of some families with special tokens only.
         if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
             raise no_tokenizer
     template = chat_template if path else config.chat_template
@@ -260,14 +267,14 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def read_config(config: ModelConfig, path: str | None = None, key: str = "model.path") -> PretrainedConfig:
-    """The configuration of the model, or of another one."""
+    """Return the configuration of the model, or of another one."""
     source = path or config.path
     with reading(f"the configuration of {source} could not be loaded", key, source, "config.json"):
         return AutoConfig.from_pretrained(source, **origin(config, source))
 
 
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a response, from the model's configuration files."""
+    """Return every token that ends a response, from the model's configuration files."""
     named: list[Any] = [tokenizer.eos_token_id]
     options: dict[str, Any] = revision_of(config, config.path)
     if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
@@ -277,7 +284,7 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     text = read_config(config).get_text_config()
     named.append(getattr(text, "eos_token_id", None))
     ids = {token for entry in named if entry is not None for token in (entry if isinstance(entry, list | tuple) else [entry])}
-    drawn = frozenset(token for token in ids if token < text.vocab_size)  # others stand in many small models' files, by default
+    drawn = frozenset(token for token in ids if token < text.vocab_size)  # other tokens are in many small models' files, by default
     if ids and not drawn:
         raise UserError(
             f"model.path: {config.path} names the end token {min(ids)}, but has {text.vocab_size} tokens: no response would end. Correct "
@@ -289,10 +296,10 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
 def export(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Write model and tokenizer in transformers' own format. `tensors`: in place of the model's own."""
+    """Write model and tokenizer in transformers' own format. `tensors`: instead of the model's own."""
     folder.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
-    # transformers loads generation configs that it refuses to save (a temperature without do_sample): it is written unchanged.
+    # transformers loads generation configs that it refuses to save (a temperature without do_sample), so this one is written unchanged.
     generation = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -305,19 +312,19 @@ def export(
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
-    """The most positions that the model's configuration allows, if it says so."""
+    """Return the most positions that the model's configuration allows, if it says so."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
 @contextlib.contextmanager
 def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
-    """Turn what transformers raises into a UserError that says what to do. `files`: those of the model's folder that are read."""
+    """Turn errors of transformers into a UserError with the remedy. `files`: the files of the model's folder that are read."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # whatever its code, and that of the readers below it, does with values that it does not expect
+    except Exception as error:  # any error that transformers, and the readers below it, raise for unexpected values
         if says_nothing(error):
             raise
         if "trust_remote_code" in str(error):

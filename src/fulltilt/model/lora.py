@@ -1,8 +1,8 @@
 """Low-rank adapters, through peft.
 
-Enters: a loaded model and the settings of `[lora]`. Leaves: the same model object with adapters, which alone are trainable, and its
-exports. Guaranteed: the same seed gives the same adapters on every device; rollout and training run the same unmerged layers; with the
-adapters off the model is the base model bit for bit; no export changes a parameter; names that match nothing, and layers whose adapter
+Enters: a loaded model and the settings of `[lora]`. Leaves: the same model object with adapters, which are its only trainable parameters,
+and its exports. Guaranteed: the same seed gives the same adapters on every device; rollout and training run the same unmerged layers; with
+the adapters off the model is the base model bit for bit; no export changes a parameter; names that match nothing, and layers whose adapter
 would have no effect, are refused.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 NAME = "default"  # name of the model's one adapter; peft leaves this name out of its files
 PREFIX = "base_model.model."  # peft puts it before every name in its files
 LINEAR = (torch.nn.Linear, Conv1D)
-# Settings that a plain low-rank adapter has. Any other value makes a saved adapter more than that.
+# Settings of a plain low-rank adapter. Any other value makes a saved adapter more than that.
 PLAIN: dict[str, Any] = {
     "use_dora": False, "lora_bias": False, "bias": "none", "modules_to_save": None, "trainable_token_indices": None,
     "layer_replication": None, "megatron_config": None,
@@ -45,7 +45,8 @@ PLAIN: dict[str, Any] = {
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: str | None = None) -> None:
-    """Put adapters into the model, in the type of their layers, and freeze all else. `path`: an adapter to start from, as peft saves it."""
+    """Put adapters into the model, in the type of their layers, and freeze everything else. `path`: an adapter to start from, as peft saves
+    it."""
     peft = require_peft()
     if path:
         inspect_adapter(path, "lora.path")
@@ -57,7 +58,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
         refuse_other_settings(model, config, settings, path)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), standing_in(model):
-            warnings.simplefilter("ignore")  # everything that peft warns of is checked here
+            warnings.simplefilter("ignore")  # everything that peft warns about is checked here
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, NAME)
     except ValueError as error:
@@ -72,10 +73,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
 
 @contextlib.contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Run as the base model inside the context: the reference role of a run with adapters needs no copy."""
+    """Run as the base model inside the context, so that the reference role of a run with adapters needs no copy."""
     layers = [layer for _, layer in adapted(model)]
     assert layers, "the model has no adapters"
-    # peft's own `enable_adapters` also changes which parameters learn: parameters that are gathered meanwhile would keep that.
+    # peft's own `enable_adapters` also changes which parameters are trained: parameters that are gathered meanwhile would keep the change.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -106,8 +107,8 @@ def export_adapter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
 
 @torch.no_grad()
 def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors for `export`, under their names without adapters. Those with an adapter have it added in: they are new, in main
-    memory, summed in float32 or better and rounded once. All others are the model's own."""
+    """Return the model's tensors for `export`, under their names without adapters. Tensors with an adapter have it added: they are new, in
+    main memory, summed in float32 or better and rounded once. All others are the model's own."""
     layers = {f"{plain_name(name)}.{target_of(layer)}": layer for name, layer in adapted(model)}
     own = {f"{name}.lora_{side}.{NAME}.weight" for name, _ in adapted(model) for side in "AB"}
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in own}
@@ -130,8 +131,8 @@ def with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def run_with_experts(model: torch.nn.Module) -> None:
-    """Let `run_experts` run the adapters of stacked experts as products of their own. peft would add them to a copy of the parameter, in
-    every pass, and keep the copy for the backward pass."""
+    """Let `run_experts` run the adapters of stacked experts as separate products. peft would add them to a copy of the parameter, in every
+    pass, and keep the copy for the backward pass."""
     for _, layer in adapted(model):
         module, name = layer.get_base_layer(), target_of(layer)
         if experts.takes_adapter(module, name):
@@ -140,7 +141,7 @@ def run_with_experts(model: torch.nn.Module) -> None:
 
 
 def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an adapter on experts: peft's own where the experts run through another implementation."""
+    """Run the forward of an adapter on experts: peft's own if the experts run through another implementation."""
     run = self.base_layer if experts.runs_here(self.get_base_layer()) else MethodType(type(self).forward, self)
     return run(*args, **kwargs)
 
@@ -151,18 +152,18 @@ def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
 def fresh_settings(model: PreTrainedModel, config: LoraConfig) -> Any:
     alpha = 2 * config.rank if config.alpha is None else config.alpha
     targets = all_linear(model) if config.targets == "all-linear" else config.targets
-    # No dropout: training would disagree with the rollout that runs these very layers.
+    # No dropout: training would disagree with the rollout, which runs the same layers.
     return require_peft().LoraConfig(
         r=config.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, target_parameters=config.parameters or None
     )
 
 
 def stored_settings(model: PreTrainedModel, path: str) -> Any:
-    """Settings of an adapter that peft saved."""
+    """Return the settings of an adapter that peft saved."""
     peft = require_peft()
     try:
         settings = peft.PeftConfig.from_pretrained(path)
-    except Exception as error:  # whatever peft does with values that it does not expect
+    except Exception as error:  # any error that peft raises for unexpected values
         if says_nothing(error):
             raise
         raise UserError(
@@ -172,7 +173,7 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
         raise UserError(f"lora.path: {path} holds an adapter of type {settings.peft_type}; only LoRA can be trained here")
     odd = [f"{name} = {getattr(settings, name)}" for name, plain in PLAIN.items() if getattr(settings, name, plain) not in (plain, [], ())]
     if isinstance(settings.init_lora_weights, str) and settings.init_lora_weights != "gaussian":
-        odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # its base weights are not the model's own
+        odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # the adapter's base weights are not the model's own
     if odd:
         raise UserError(
             f"lora.path: the adapter in {path} is not plain LoRA ({', '.join(odd)}). Use a plain one, or merge it into its model"
@@ -201,7 +202,7 @@ def refuse_other_settings(model: PreTrainedModel, config: LoraConfig, stored: An
 
 
 def targeted_layers(model: PreTrainedModel, settings: Any) -> dict[str, torch.nn.Module]:
-    """The layers that get an adapter, by name, matched by peft's own rule."""
+    """Return the layers that get an adapter, by name, matched by peft's own rule."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     modules = {name: module for name, module in model.named_modules() if name}
@@ -245,7 +246,7 @@ def refuse_embedding(model: PreTrainedModel, key: str, name: str, weight: Any) -
 
 
 def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Module], parameters: set[str]) -> None:
-    """Refuse names that peft reads as those of experts, which were separate layers in earlier versions of some architectures."""
+    """Refuse names that peft takes for those of experts, which were separate layers in earlier versions of some architectures."""
     found = {(plain_name(name), getattr(layer, "parameter_name", None)) for name, layer in adapted(model)}
     wanted = {(name, None) for name in layers} | {(name.rpartition(".")[0], name.rpartition(".")[2]) for name in parameters}
     if found != wanted:
@@ -257,7 +258,7 @@ def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Modul
 
 
 def all_linear(model: PreTrainedModel) -> list[str]:
-    """Names that match every linear layer except the head and nothing else; short names where they suffice."""
+    """Return names that match every linear layer except the head and nothing else; short names if they suffice."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
     short = sorted({name.rpartition(".")[2] for name in layers})
@@ -285,14 +286,15 @@ def require_peft() -> Any:
 
 
 def adapted(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer with an adapter, with its current name in the model."""
+    """Yield every layer with an adapter, with its current name in the model."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def plain_name(name: str) -> str:
-    """model.layers.0.mlp.experts.base_layer.base_layer.down_proj -> model.layers.0.mlp.experts.down_proj"""
+    """Return a name without peft's parts: model.layers.0.mlp.experts.base_layer.base_layer.down_proj ->
+    model.layers.0.mlp.experts.down_proj"""
     return name.replace(".base_layer", "")
 
 

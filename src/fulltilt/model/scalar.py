@@ -24,7 +24,7 @@ from fulltilt.model.verify import verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 
-# Where transformers' sequence and token classification models keep their head.
+# Names of the head in transformers' sequence and token classification models.
 WEIGHT, BIAS = "score.weight", "score.bias"
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -48,14 +48,15 @@ class ScalarModel(torch.nn.Module):
         return self.body.dtype
 
     def values(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        """One number for each token of the stream [T], from the tokens of its document up to that token."""
+        """Return one number for each token of the stream [T], from the tokens of its document up to that token."""
         hidden = hidden_states(self.body, ids, positions, context)
         numbers: torch.Tensor = self.score(hidden.to(self.score.weight.dtype))
         return numbers[:, 0]
 
 
 def decoder_layers(model: torch.nn.Module, otherwise: str) -> list[torch.nn.Module]:
-    """The decoder layers of a model with any head, or none. `otherwise`: what cannot be done without knowing them, and the remedy."""
+    """Return the decoder layers of a model with any head, or none. `otherwise`: what cannot be done without knowing them, and the
+    remedy."""
     body: Any = (model.body if isinstance(model, ScalarModel) else model).base_model
     layers = getattr(body, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
@@ -67,12 +68,12 @@ def load_scalar(
     config: ModelConfig, device: torch.device, path: str | Path | None = None, *, key: str, head: Literal["new", "required"],
     stored: bool = False,
 ) -> ScalarModel:  # fmt: skip
-    """The model of `path`, or of `config`, with one number for each token. `key` is the setting that names it, for messages.
+    """Load the model of `path`, or of `config`, with one number for each token. `key` is the setting that names it, for messages.
 
     `head`: "required" refuses files without a head, since a reward model would score at random; "new" starts a missing head from zeros.
-    Then every value is 0 and the first advantages are the rewards, without noise of their own size. Training can start from zeros: the
-    first update changes the head alone, the following ones the body too. `stored`: leave the body's parameters in the files
-    (model/stored.py), and the body to be verified by the caller.
+    Then every value is 0 and the first advantages are the rewards, without noise of the same size. Training can start from zeros: the first
+    update changes only the head, later ones the body too. `stored`: leave the body's parameters in the files (model/stored.py), and the
+    body to be verified by the caller.
     """
     source = str(path or config.path)
     body, report = read_model(AutoModel, "a transformer", config, device, source, key, stored=stored)
@@ -100,8 +101,8 @@ def load_scalar(
 
 @torch.no_grad()
 def width_of(body: PreTrainedModel) -> int:
-    """The width of the body's results, which some families project to another width than that of their layers. Those cannot be divided or
-    shared out, so a body whose parameters are in files has the usual one; verifying it would show another."""
+    """Return the width of the body's results, which some families project to another width than that of their layers. Those families cannot
+    be divided or sharded, so a body whose parameters are in files has the usual width; verifying it would show another."""
     if stored_weights(body) is not None:
         return int(body.config.get_text_config().hidden_size)
     first = torch.zeros(1, dtype=torch.int64, device=body.device)
@@ -109,7 +110,7 @@ def width_of(body: PreTrainedModel) -> int:
 
 
 def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.Tensor]:
-    """The head's tensors, read from whichever of the model's files hold them."""
+    """Return the head's tensors, from whichever of the model's files hold them."""
     index = stored_file(source, INDEX, config)
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {WEIGHT: FILE, BIAS: FILE}
     found: dict[str, torch.Tensor] = {}
@@ -124,7 +125,8 @@ def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.T
 
 
 def stored_file(source: str, name: str, config: ModelConfig) -> Path | None:
-    """A file of the model's folder or, for a hub name, of the hub's cache, which loading the body has filled."""
+    """Return the path of a file of the model's folder or, for a hub name, of the hub's cache, which loading the body has filled; None:
+    there is no such file."""
     try:
         found = cached_file(source, name, **revision_of(config, source))
     except OSError:

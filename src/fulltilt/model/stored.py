@@ -1,13 +1,13 @@
 """Parameters that stay in a model's files until it is known which part of each a worker needs.
 
 Enters: a call of transformers that loads a model, inside `left_in_files`. Leaves: the same model, whose parameters are on the meta device,
-and `StoredWeights`, which reads any stretch of any of them into memory that is given. Guaranteed: the numbers are those that transformers
-would have loaded, to the bit, whatever it renames, stacks, joins or rounds while it loads; a stretch is read without the rest of its tensor
-where files hold the tensor as it is, or stacked and joined from several; anything else takes the memory of one whole tensor for a moment.
-Buffers are real. Files are mapped into memory, so their pages are shared by all processes of a machine.
+and `StoredWeights`, which reads any stretch of any of them into given memory. Guaranteed: the numbers are those that transformers would
+have loaded, to the bit, whatever it renames, stacks, joins or rounds while it loads; a stretch is read without the rest of its tensor if
+files hold the tensor itself, or the ones it is stacked or joined from; any other tensor is in memory as a whole for a moment. Buffers are
+real. Files are mapped into memory, so their pages are shared by all processes of a machine.
 
 transformers loads a model from objects that stand for the tensors of its files. Here these are `StoredTensor`s: they have shape and type,
-and note what transformers does with them instead of doing it.
+and record transformers' operations instead of executing them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 WEIGHTS = "fulltilt_stored_weights"  # attribute of a model whose parameters are in its files
-READ_WHOLE = "fulltilt_read_whole"  # attribute of a model that was read whole: the reason, if its parameters were to stay in the files
-Box = tuple[range, ...]  # which numbers of a tensor, one range of consecutive places for each dimension
+READ_WHOLE = "fulltilt_read_whole"  # attribute of a model that was read whole: the reason, if its parameters should be in the files
+Box = tuple[range, ...]  # the numbers of a tensor to read: one range of consecutive indices for each dimension
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -34,17 +34,17 @@ class NotSliceable(Exception):
     """The files cannot be read in parts, for this reason; the model can only be loaded whole."""
 
 
-# ---- tensors that note what is done with them ------------------------------------------------------------------------------------------
+# ---- tensors that record their operations ------------------------------------------------------------------------------------------------
 
 
 class StoredTensor(torch.Tensor):
-    """Shape and type of a tensor that is in files, or is made from such ones, and how its numbers are read."""
+    """Shape and type of a tensor in files, or computed from such tensors, and the way to read its numbers."""
 
     recipe: Recipe
 
     @staticmethod
     def of(like: torch.Tensor, recipe: Recipe) -> StoredTensor:
-        """`like`: any tensor of the meta device with this shape and type."""
+        """Make one with the shape and type of `like`, any tensor of the meta device."""
         found: Any = torch.Tensor._make_subclass(StoredTensor, torch.empty(like.shape, dtype=like.dtype, device="meta"))
         found.recipe = recipe
         return found  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ class StoredTensor(torch.Tensor):
         return type(found)(StoredTensor.of(each, Computed(func, args, kwargs, place)) for place, each in enumerate(found))
 
     def copy_into(self, target: torch.Tensor, box: Box) -> None:
-        """Fill memory of the shape of the box with these numbers, rounded to this tensor's type and then to that of the memory."""
+        """Fill memory with the shape of the box with these numbers, rounded to this tensor's type and then to the memory's."""
         self.recipe.copy_into(target, box)
 
     def whole(self) -> torch.Tensor:
@@ -93,13 +93,13 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def put(target: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Rounding happens on the host, or a device would hold the numbers in both types."""
+    """Copy numbers into memory. Rounding happens on the host, or a device would hold the numbers in both types."""
     target.copy_(numbers if target.device == numbers.device else numbers.to(target.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the numbers of a tensor are read."""
+    """A way to read the numbers of a tensor."""
 
     def copy_into(self, target: torch.Tensor, box: Box) -> None:
         raise NotImplementedError
@@ -107,7 +107,8 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class InFile(Recipe):
-    """A tensor as a file has it. `get`: something that gives a stretch of it, such as a slice of safetensors or a mapped tensor."""
+    """A tensor that is in a file as it is. `get` returns an object that gives a stretch of it, such as a slice of safetensors or a mapped
+    tensor."""
 
     get: Callable[[], Any]
 
@@ -117,7 +118,7 @@ class InFile(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Rounded(Recipe):
-    """Another tensor in a type of its own."""
+    """Another tensor, rounded to a type."""
 
     source: StoredTensor
     dtype: torch.dtype
@@ -133,7 +134,7 @@ class Rounded(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Stacked(Recipe):
-    """Tensors of the same shape along a new dimension."""
+    """Tensors of the same shape, stacked along a new dimension."""
 
     sources: Sequence[StoredTensor]
     dim: int
@@ -146,7 +147,7 @@ class Stacked(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Joined(Recipe):
-    """Tensors one behind the other."""
+    """Tensors concatenated along a dimension."""
 
     sources: Sequence[StoredTensor]
     dim: int
@@ -164,12 +165,12 @@ class Joined(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Recipe):
-    """What any other function gives, from whole tensors."""
+    """The result of any other function of whole tensors."""
 
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    place: int | None = None  # which of several results it is; None: there is one
+    place: int | None = None  # index among several results; None: there is one
 
     def copy_into(self, target: torch.Tensor, box: Box) -> None:
         found = self.func(*map(with_numbers, self.args), **{name: with_numbers(each) for name, each in self.kwargs.items()})
@@ -186,7 +187,7 @@ def with_numbers(given: Any) -> Any:
 
 
 class StoredWeights:
-    """The parameters of a model, by the names that it had when it was loaded, and the device on which they are wanted."""
+    """The parameters of a model, by the names that they had when it was loaded, and the device on which they are wanted."""
 
     def __init__(self, device: torch.device, tensors: dict[str, StoredTensor], source: str, key: str) -> None:
         self.device, self.tensors, self.source, self.key = device, tensors, source, key
@@ -196,14 +197,14 @@ class StoredWeights:
 
 
 def stored_weights(model: Any) -> StoredWeights | None:
-    """Where the parameters of a model, or of the body of a critic or reward model, are to be read from; None: it has them."""
+    """Return where to read the parameters of a model, or of the body of a critic or reward model; None: they are loaded."""
     found: StoredWeights | None = getattr(getattr(model, "body", model), WEIGHTS, None)
     return found
 
 
 def release(model: Any, *, files: bool = True) -> None:
-    """Forget where the parameters of a model are, which has them now. `files`: let the files go, too, which copies of the model have in
-    common: a file that is open takes its place on the disk even when it is deleted."""
+    """Forget where the parameters of a model are stored, since it has them now. `files`: close the files, too, which copies of the model
+    share: an open file takes disk space even after it is deleted."""
     body = getattr(model, "body", model)
     if WEIGHTS in vars(body):
         if files:
@@ -213,7 +214,7 @@ def release(model: Any, *, files: bool = True) -> None:
 
 @contextlib.contextmanager
 def left_in_files() -> Iterator[None]:
-    """Models that transformers loads inside have `StoredTensor`s. Call `take_out` on each."""
+    """Give models that transformers loads inside `StoredTensor`s as parameters. Call `take_out` on each."""
     own = PreTrainedModel._load_pretrained_model
 
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +250,7 @@ def tensors_of_safetensors(file: str) -> dict[str, StoredTensor]:
 def tensors_of_pickle(file: str) -> dict[str, StoredTensor]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:  # the file is in the format of torch before 1.6
+    except RuntimeError as error:  # the file has the format of torch before 1.6
         raise NotSliceable(f"{file} has a format that cannot be mapped into memory") from error
     return {
         name: StoredTensor.of(torch.empty_like(own, device="meta"), InFile(lambda own=own: own))  # type: ignore[misc]
@@ -260,8 +261,8 @@ def tensors_of_pickle(file: str) -> dict[str, StoredTensor]:
 
 @torch.no_grad()
 def take_out(model: PreTrainedModel, device: torch.device, source: str, key: str) -> None:
-    """Give a model that was loaded inside `left_in_files` plain parameters on the meta device and buffers on the given one, and remember
-    where its parameters are. `source`, `key`: the folder, and the setting that names it, for messages."""
+    """Give a model that was loaded inside `left_in_files` plain parameters on the meta device and buffers on the given one, and record
+    where its parameters are stored. `source`, `key`: the folder, and the setting that names it, for messages."""
     tie_equal(model)
     tensors: dict[str, StoredTensor] = {}
     plain: dict[int, torch.nn.Parameter] = {}
@@ -277,7 +278,7 @@ def take_out(model: PreTrainedModel, device: torch.device, source: str, key: str
 
 
 def tie_equal(model: Any) -> None:
-    """Files may have both of two tied tensors. transformers ties them where they are equal, and does not compare what has no memory."""
+    """Tie tied tensors that files hold twice. transformers ties them if they are equal, but does not compare tensors without memory."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or not (isinstance(one, StoredTensor) and isinstance(other, StoredTensor)):
@@ -291,13 +292,13 @@ def tie_equal(model: Any) -> None:
 
 @contextlib.contextmanager
 def standing_in(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, parameters that are in files have a device and a type, and one number of memory: for code that puts what it makes beside
+    """Give parameters that are in files a device, a type, and one number of memory inside the context: for code that creates tensors beside
     them."""
     stored = stored_weights(model)
     if stored is None:
         yield
         return
-    made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # by the parameter that is replaced
+    made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # replacements, by the parameter that is replaced
     for module in model.modules():
         for leaf, own in list(module.named_parameters(recurse=False)):
             if own.is_meta:

@@ -1,11 +1,11 @@
 """Checks on a loaded model before a run starts.
 
-Enters: a loaded model, with a language head or without one (critic, reward model). Leaves: the shapes of its attention layers.
-Guaranteed, or the run is refused with the setting, the architecture's name and the reason: every layer went through our attention
-function; changing one packed document does not change the others' log-probs (hidden states); a document packed among others equals the
-document alone, within twice the rounding that reordering the pack causes; our head equals the model's own; where the model decodes, each
-layer has a cache of its own, and tokens decoded over the paged cache have the log-probs of the packed documents. What fails in our own
-functions is passed on as it is.
+Enters: a loaded model, with a language head or without one (critic, reward model). Leaves: the shapes of its attention layers. Guaranteed,
+or the run is refused with the setting, the architecture's name and the reason: every layer went through our attention function; changing
+one packed document does not change the others' log-probs (hidden states); the numbers of a packed document equal those of the document
+alone, within twice the rounding that reordering the pack causes; fulltilt's head equals the model's own; if the model decodes, each layer
+has a cache of its own, and tokens decoded over the paged cache have the log-probs of the packed documents. A failure of fulltilt's own
+functions is raised unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fulltilt.words import first_line, listed, many
 
 LENGTHS = (9, 33, 17, 24)
 DECODED = 4  # tokens of each document that are decoded one by one
-BLOCK = 16  # tokens of a block of the cache that they are decoded over: the longer documents have several
+BLOCK = 16  # tokens of a block of that cache: the longer documents have several blocks
 
 # Mean absolute difference of log-probs, or of hidden states relative to their mean size, that always counts as rounding, even where
 # reordering the pack happens to change nothing. In bfloat16 a document alone, whose few rows are added in another order, is off by 0.008 at
@@ -39,14 +39,14 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-2, tor
 USUAL_SIZE = 16.0  # a generous size of log-probs of random tokens
 
 KINDS = ("full_attention", "sliding_attention")
-# Rotary frequencies that are fixed when the model is built.
+# Rotary frequencies that do not change after the model is built.
 FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 REMEDY = "Use a model of another architecture: docs/models.md lists those that run"
 
 
 class PassedLayers(dict[int, LayerShape]):
-    """The shapes of the layers that a pass went through, by index, and the indices that came more than once."""
+    """The shapes of the layers that a pass went through, by index, and the indices that occurred more than once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class PassedLayers(dict[int, LayerShape]):
         super().__setitem__(layer, shape)
 
 
-Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], PassedLayers]]  # numbers of each document, layers passed
+Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], PassedLayers]]  # numbers of each document, layers of the pass
 
 
 def verify(model: PreTrainedModel, key: str = "model.path", *, decodes: bool = True) -> dict[int, LayerShape]:
-    """The shapes of the model's attention layers. `key` is the setting that names the model, for messages; `decodes`: whether a rollout
-    engine keeps its keys and values in a paged cache."""
+    """Return the shapes of the model's attention layers, or refuse the model. `key` is the setting that names it, for messages; `decodes`:
+    whether a rollout engine keeps its keys and values in a paged cache."""
     where = f"{key}: {model.name_or_path or 'this model'} cannot be run here"
     try:
         return verify_model(model, decodes=decodes)
     except UserError as error:
         raise UnsupportedModel(f"{where}: {str(error).rstrip('.')}. {REMEDY}") from error
-    except Exception as error:  # from the model's code, which expects a mask, a cache, or arguments of its own
+    except Exception as error:  # an error of the model's code, which expects a mask, a cache, or arguments of its own
         if says_nothing(error):
             raise
         reason = f"its code does not run without an attention mask and a cache ({type(error).__name__}: {first_line(error).rstrip('.')})"
@@ -102,7 +102,7 @@ def verify_model(model: PreTrainedModel, *, decodes: bool) -> dict[int, LayerSha
 def verify_packing(
     model: PreTrainedModel, documents: list[np.ndarray], measure: Measure, what: str
 ) -> tuple[list[torch.Tensor], float, PassedLayers]:
-    """The numbers of each document alone, the difference that rounding explains, and the layers."""
+    """Return the numbers of each document alone, the difference that rounding explains, and the layers."""
     name = name_of(model)
     together, seen = measure(documents)
     layers = model.config.get_text_config().num_hidden_layers
@@ -122,7 +122,7 @@ def verify_packing(
             f"{name}: its {what} are not finite, although its weights are: a number in its config.json may be wrong (rope_theta, an eps, "
             "a scale)"
         )
-    # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
+    # This check comes first: if documents mix, reordering them changes much, which the second check would take for rounding.
     changed = [documents[0], (documents[1] + 1) % vocabulary(model), *documents[2:]]
     others, _ = measure(changed)
     gap_others = mean_gap([together[index] for index in (0, 2, 3)], [others[index] for index in (0, 2, 3)])
@@ -130,7 +130,7 @@ def verify_packing(
         raise UnsupportedModel(f"{name}: changing one packed document moved the others' {what} by {gap_others:.2g}: documents mix")
 
     refuse_lost_windows(model, seen)
-    # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds. It is not refused for that.
+    # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds, which is no reason to refuse it.
     size = max(1.0, float(torch.cat([numbers.flatten() for numbers in together]).abs().mean()) / USUAL_SIZE)
     order = [2, 0, 3, 1]
     permuted, _ = measure([documents[index] for index in order])
@@ -145,7 +145,7 @@ def verify_packing(
 def verify_decoding(
     model: PreTrainedModel, documents: list[np.ndarray], alone: list[torch.Tensor], allowed: float, seen: PassedLayers
 ) -> None:
-    """Compare with a rollout in small: all but the last tokens of each document at once, those one by one, over a paged cache."""
+    """Compare with a small rollout over a paged cache: all but the last tokens of each document at once, and those one by one."""
     if seen.repeated:
         raise UnsupportedModel(
             f"{name_of(model)}: one pass calls attention several times under the same layer index ({listed(sorted(seen.repeated), 3)}), "
@@ -162,10 +162,11 @@ def verify_decoding(
 
 
 def decoded_logprobs(model: PreTrainedModel, documents: list[np.ndarray], layers: dict[int, LayerShape]) -> list[torch.Tensor]:
-    """Log-probs of the last tokens of each document, with keys and values in scattered blocks of a cache, as the native engine has them."""
+    """Return log-probs of the last tokens of each document, with keys and values in scattered blocks of a cache, as in the native
+    engine."""
     device, count, blocks = model.device, len(documents), -(-max(LENGTHS) // BLOCK)
     table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
-    slots = (table[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(count, -1)  # slot of each token of each document
+    slots = (table[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(count, -1)  # slots of the tokens of each document
     shapes = [(slots.size, layers[index].key_heads, layers[index].head_width) for index in sorted(layers)]
     caches = [[torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2)] for shape in shapes]
     known = [document[: -1 - DECODED] for document in documents]
@@ -190,13 +191,14 @@ def address_of(cache: torch.Tensor) -> torch.Tensor:
 
 
 def rounding_of_equal_shapes(model: PreTrainedModel) -> float:
-    """Equal shapes round equally, except where experts get other numbers of tokens and their products other sizes."""
+    """Return the rounding of passes with equal shapes. These round equally, except that experts get other numbers of tokens, and so
+    products of other sizes."""
     experts = any(hasattr(module, "num_experts") for module in model.modules())
     return ROUNDING[computing_type(model)] if experts else ROUNDING[computing_type(model)] / 80
 
 
 def refuse_by_configuration(model: PreTrainedModel) -> None:
-    """Refuse kinds of layers that are not known, and what would go wrong only beyond the length of the documents tried here."""
+    """Refuse unknown kinds of layers, and features that would fail only beyond the length of the documents tried here."""
     name, text = name_of(model), model.config.get_text_config()
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in KINDS:
@@ -222,7 +224,7 @@ def refuse_lost_windows(model: PreTrainedModel, seen: dict[int, LayerShape]) -> 
 
 
 def rope_types(parameters: Any) -> set[str]:
-    """Types of rotary embedding in a configuration's parameters, which may be given for each kind of layer."""
+    """Return the types of rotary embedding in a configuration's parameters, which may be given for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     nested = [kind for value in parameters.values() if isinstance(value, dict) for kind in rope_types(value)]
@@ -242,7 +244,7 @@ def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tupl
 
 
 def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
-    """Hidden states divided by their mean size, so that one limit of rounding serves every model."""
+    """Return hidden states divided by their mean size, so that one limit of rounding works for every model."""
     hidden, seen = run_packed(body, documents)
     wide = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in hidden]
     return [states / states.abs().mean() for states in wide], seen
@@ -260,15 +262,15 @@ def packed_context(documents: list[np.ndarray], device: torch.device) -> Packed:
 
 
 def run_stream(model: PreTrainedModel, documents: list[np.ndarray], context: Context) -> torch.Tensor:
-    """Hidden states of documents side by side, each from its first token."""
+    """Return hidden states of documents side by side, each from its first token."""
     ids = torch.from_numpy(np.concatenate(documents)).to(model.device)
     positions = torch.from_numpy(np.concatenate([np.arange(len(document)) for document in documents])).to(model.device)
     return hidden_states(model, ids, positions, context)
 
 
 def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> tuple[torch.Tensor, float]:
-    """The log-probs of the model's own forward, head included, and how far off they may be because it rounds logits to its type: in
-    bfloat16 a logit of 40 is off by 0.1."""
+    """Return the log-probs of the model's own forward, head included, and their possible error, since the model rounds logits to its type:
+    in bfloat16 a logit of 40 is off by 0.1."""
     ids = torch.from_numpy(document).to(model.device)
     positions = torch.arange(len(ids), device=model.device)
     context = Packed.of([0, len(ids)], model.device)

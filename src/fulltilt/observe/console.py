@@ -4,8 +4,8 @@ Enters: phases as they begin and end, progress inside them, the metrics of finis
 with `seconds_between_lines` fewer; on a terminal as many of its fields as fit the width, and below the lines a progress bar with the
 current phase, elapsed and remaining time; with `json`, one JSON object per step on standard output and everything for people on standard
 error. Guaranteed: no thread, and no stream is redirected, so `breakpoint()`, `print` and child processes work as usual; `quiet` silences
-everything but warnings and JSON; a stream that is lost (`| head`, a closed terminal, a full disk) does not end a run; text of others cannot
-control the terminal.
+everything but warnings and JSON; a stream that is lost (`| head`, a closed terminal, a full disk) does not end a run; text from files and
+models cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
 from fulltilt.observe.streams import outlet
 from fulltilt.words import printable
 
-# The fields of a step's line from left to right: the form, the metrics that may fill it (the first that the step has does), and its rank.
-# Where a terminal is too narrow for all of them, those of the highest rank are left out.
+# The fields of a step's line from left to right: the form, the metrics that may fill it (the first that the step has is used), and its
+# rank. On a terminal that is too narrow for all fields, those of the highest rank are left out.
 _STEP_FIELDS = (
     ("reward {:.3f}", ("critic/score/mean",), 1),
     ("length {:.1f}", ("response_length/mean",), 2),
@@ -41,7 +41,7 @@ _STEP_FIELDS = (
     ("load spread {:.2f}", ("actor/load_spread",), 8),
     ("rollout spread {:.2f}", ("rollout/time_spread",), 9),
 )
-_LARGE_PHASE, _MOST_PHASES = 0.1, 3  # a phase is shown from this share of the step's time on, and at most so many
+_LARGE_PHASE, _MOST_PHASES = 0.1, 3  # share of the step's time from which on a phase is shown, and the most phases that are shown
 _REDRAW_S = 0.1
 _PHASE_WIDTH, _TIMES_WIDTH = 21, 33  # columns of the bar's line, so that the bar keeps its width
 
@@ -67,10 +67,10 @@ class Console:
         seconds_between_lines: float = 0.0,
     ) -> None:
         """`stdout` and `stderr` default to those of the process; `terminal`: whether people read on a terminal, detected by default.
-        `seconds_between_lines`: people get no line of a step sooner after another, except for a run's last step and one with a warning."""
+        `seconds_between_lines`: least time between two lines of steps for people, except for a run's last step and one with a warning."""
         self._json = json
         self._seconds_between_lines = seconds_between_lines
-        self._printed = -math.inf  # when people got the last line of a step
+        self._printed = -math.inf  # time of the last line of a step for people
         self._quiet = quiet
         self._out = outlet(stdout or sys.stdout)
         error = outlet(stderr or sys.stderr)
@@ -103,9 +103,9 @@ class Console:
 
     def begin_step(self, step: int) -> None:
         self._step, self._begin = step, time.perf_counter()
-        self._warned = False  # in this step
-        self._waiting_line = ""  # the step's line, until people get it
-        self.seconds: dict[str, float] = {}  # in each phase of the step, in the order in which they began
+        self._warned = False  # whether this step had a warning
+        self._waiting_line = ""  # the step's line, until it is printed for people
+        self.seconds: dict[str, float] = {}  # seconds of each phase of the step, in the order in which phases began
 
     @property
     def step_seconds(self) -> float:
@@ -114,7 +114,7 @@ class Console:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show and measure a phase. Phases may nest: the innermost is shown. A phase may occur twice in a step: its seconds add up."""
+        """Show and time a phase. Phases may nest: the innermost is shown. A phase may occur twice in a step: its seconds add up."""
         assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         self._running.append(name)
         self._show_phase()
@@ -128,7 +128,7 @@ class Console:
             self._show_phase()
 
     def phase_progress(self, done: int, total: int) -> None:
-        """Show how far the current phase is; cheap enough to be called often."""
+        """Show the progress of the current phase; cheap enough to be called often."""
         if self._bar and self._running:
             self._bar.show(done >= total, description=f"{self._running[-1]} {done}/{total}")
 
@@ -163,7 +163,7 @@ class Console:
         self._say(self._warnings, f"warning: {text}", style="yellow")
 
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
-        # As Text, because brackets in paths and errors are not markup. A terminal breaks lines between words, a file gets them whole.
+        # As Text, because brackets in paths and errors are not markup. Lines are wrapped between words on a terminal, and whole in a file.
         where.print(Text(printable(text), style), soft_wrap=not where.is_terminal)
         where.file.flush()
 
@@ -176,7 +176,7 @@ class Console:
             self._bar.show(description=self._running[-1] if self._running else "")
 
     def _step_line(self, metrics: Mapping[str, Number]) -> str:
-        """The fields and phases that fit the width of a terminal; elsewhere all of them."""
+        """Return the fields and phases that fit the width of a terminal; otherwise all of them."""
         values = {form: [metrics[name] for name in names if name in metrics] for form, names, _ in _STEP_FIELDS}
         fields = [(rank, form.format(values[form][0])) for form, _, rank in _STEP_FIELDS if values[form]]
         large = [name for name, seconds in self.seconds.items() if seconds > _LARGE_PHASE * self.step_seconds]
@@ -206,13 +206,13 @@ class _Bar:
         )
         self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False, expand=True)
         self._task = self._progress.add_task("", total=total, completed=done, times="")
-        self._step_seconds: list[float] = []  # one for each step since the start
+        self._step_seconds: list[float] = []  # one number for each step since the start
         self._drawn = 0.0
         self._progress.start()
         self.show()
 
     def show(self, at_once: bool = True, **changed: Any) -> None:
-        """Change fields of the bar and draw it, unless `at_once` is false and it was drawn only just now."""
+        """Change fields of the bar and draw it, unless `at_once` is false and it was drawn a moment ago."""
         self._progress.update(self._task, **changed)
         now = time.perf_counter()
         if at_once or now - self._drawn >= _REDRAW_S:
@@ -236,7 +236,7 @@ class _Bar:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people read them: 0:07, 12:40, 3:02:05."""
+    """Write seconds as people read them: 0:07, 12:40, 3:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

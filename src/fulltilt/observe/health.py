@@ -1,13 +1,13 @@
-"""Health: rules over the metrics of each step that find runs which no longer learn.
+"""Health: rules over the metrics of each step that detect runs which no longer learn.
 
 Enters: the metrics of each step, under the names of docs/metrics.md. Leaves: for each step a `Verdict`: which rules hold, what to tell the
 user, and whether to stop. Guaranteed: whether to stop depends only on the metrics, on the entropy of the run's first step and on how often
 each rule has held in a row. Checkpoints save the last two (`first_entropy`, `streaks`), so that a resumed run stops at the same step as an
 uninterrupted one. A metric that a step does not have makes no rule begin to hold. Free of torch.
 
-What the loop does with it: while a rule holds, `may_save` is false and no checkpoint is written, so that the newest one is older than the
+The loop uses it as follows: while a rule holds, `may_save` is false and no checkpoint is written, so that the newest one is older than the
 problem; a run that has none yet saves the state that it stops in. With `health.stop` off, checkpoints are written as usual. A rule that
-only warns holds no checkpoint back and is not in `streaks`: it looks at the memory of this process, which ends with the process.
+only warns prevents no checkpoint and is not in `streaks`: it watches the memory of this process, which ends with the process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fulltilt.schema import HealthConfig
 from fulltilt.words import listed, many
 
 Metrics = Mapping[str, float]
-MEMORY = "memory_gib/"  # the names of memory metrics begin with this, followed by the phase and the kind
-PASSING = ("peak", "activations", "head", "reserved")  # kinds that are not held: they vary with the lengths of the samples
+MEMORY = "memory_gib/"  # prefix of memory metrics, followed by the phase and the kind
+PASSING = ("peak", "activations", "head", "reserved")  # kinds that vary with the lengths of the samples: their growth shows no leak
 WARM_UP_STEPS = 2  # steps in which caches fill and graphs are captured
 GROWTH_STEPS = 10  # steps in a row: a number that varies by chance does not grow in all of them
 GROWTH_GIB = 1 / 16
@@ -31,11 +31,11 @@ EVERY_REWARD_FAILED = "all-rewards-failed"
 FAILED_REWARDS = "read the run's reward_errors.jsonl, then fix the function, or raise reward.timeout_s or reward.memory_gb"
 PAGE = "docs/health.md"  # has a section for each rule
 ENTROPY = "rollout/entropy"
-ENTROPY_NATS = 1.0  # per token; below this no rise counts as an explosion, because a multiple of almost nothing is still small
+ENTROPY_NATS = 1.0  # per token; below this no rise counts as an explosion, because a multiple of a tiny number is still small
 
 
 class Unhealthy(UserError):
-    """The run stopped itself. Like every error that the user can fix, it says what, where and the remedy."""
+    """The run stopped itself. Like every error that the user can fix, its text says what is wrong, where, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Climb:
     """A number that has grown in each of the last `steps` steps that have it."""
 
     steps: int
-    begin: float  # before the first of them
+    begin: float  # value before the first of these steps
     now: float
-    most: float = 0.0  # the largest growth in one step, which does not count: what is taken once, for a checkpoint's copy, is not a leak
+    most: float = 0.0  # the largest growth in one step, not counted: what is allocated once, as for a checkpoint's copy, is not a leak
 
     def to(self, value: float) -> Climb:
-        """The climb after one more step with this value."""
+        """Return the climb after one more step with this value."""
         if value <= self.now:
             return Climb(0, value, value)
         return Climb(self.steps + 1, self.begin, value, max(self.most, value - self.now))
@@ -57,17 +57,17 @@ class Climb:
 @dataclass(frozen=True)
 class HealthRule:
     name: str
-    holds: Callable[[Metrics, Health], str | None]  # what was measured, as text; None: the rule does not hold
+    holds: Callable[[Metrics, Health], str | None]  # returns the measurement as text; None: the rule does not hold
     cause: str
     remedy: str
     stops: bool = True  # False: it only warns
-    at_once: bool = False  # stops the run in the first step that it holds for, the last one included, whatever `health.patience` says
-    covers: tuple[str, ...] = ()  # rules that do not warn while this one holds, because it says more about the same
+    at_once: bool = False  # stops the run in the first step for which it holds, the last one included, whatever `health.patience` says
+    covers: tuple[str, ...] = ()  # rules that do not warn while this one holds, because it explains the same in more detail
 
 
 def _no_variance(metrics: Metrics, health: Health) -> str | None:
-    """An algorithm whose baseline is not the group's mean can still learn from groups of one sample, and from groups whose rewards differ
-    only between groups."""
+    """Hold if no group has two different rewards. An algorithm whose baseline is not the group's mean can still learn from groups of one
+    sample, and from groups whose rewards differ only between groups."""
     learns = metrics.get("critic/advantages/max", 0.0) != 0 or metrics.get("critic/advantages/min", 0.0) != 0
     # A critic's errors or a KL penalty give advantages whatever the rewards. Failed samples and carried-over groups are not in the scores.
     told_apart = metrics.get("critic/score/max") != metrics.get("critic/score/min")
@@ -102,7 +102,7 @@ def _entropy_explosion(metrics: Metrics, health: Health) -> str | None:
 
 
 def _beyond(name: str, key: str, words: str) -> Callable[[Metrics, Health], str | None]:
-    """A rule that holds while a metric is beyond the limit `health.KEY`: below a floor, above all others."""
+    """Return a rule that holds while a metric is beyond the limit `health.KEY`: below a floor, above all others."""
 
     def holds(metrics: Metrics, health: Health) -> str | None:
         value, limit = metrics.get(name, math.nan), getattr(health.config, key)
@@ -120,7 +120,7 @@ def _reward_errors(metrics: Metrics, health: Health) -> str | None:
 
 
 def every_reward_failed(metrics: Metrics) -> str | None:
-    """What failed, if no sample of the step, or none of its validation, has a reward."""
+    """Return what failed, if no sample of the step, or none of its validation, has a reward; None: there is a reward."""
     errors, samples, validated = (metrics.get(name, 0) for name in ("reward/errors", "reward/samples", "val/reward_errors"))
     found = [f"the reward of every sample of the step failed ({errors:.0f} of {samples:.0f})"] if 0 < samples <= errors else []
     if validated and "val/reward/mean" not in metrics:
@@ -160,8 +160,8 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "entropy-collapse",
-        # The entropy of all samples: an update does not compute that of groups without an advantage. SFT samples nothing and has no such
-        # metric: there a low entropy only says that the data is learned.
+        # The entropy is that of all samples: an update does not compute it for groups without an advantage. SFT samples nothing and has no
+        # such metric: there a low entropy only shows that the data is learned.
         _beyond(ENTROPY, "entropy_floor", "rollout/entropy is {:.4g} nats per token, below"),
         cause="the model is almost certain of every token: the samples of a prompt are alike and nothing new is explored",
         remedy="lower train.lr, raise algorithm.clip_high or algorithm.entropy_coef, or keep the model close to its start with "
@@ -214,31 +214,31 @@ RULES: tuple[HealthRule, ...] = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one step's metrics say about the run."""
+    """The judgement of one step's metrics about the run."""
 
     sick: tuple[str, ...]  # rules that hold now
     warnings: tuple[str, ...]  # one line for each rule that began to hold
     stop: str | None  # why the run must stop; None: it continues
     may_save: bool  # a checkpoint of this step may be saved
-    notes: tuple[str, ...] = ()  # one line for each rule that no longer holds
+    notes: tuple[str, ...] = ()  # one line for each rule that has stopped holding
     failed: bool = False  # the run stops even after its last step
 
 
 class Health:
     def __init__(self, config: HealthConfig, streaks: Mapping[str, int] | None = None, first_entropy: float | None = None) -> None:
-        """`streaks` and `first_entropy` come from the checkpoint that the run resumes from."""
+        """`streaks` and `first_entropy` are those of the checkpoint that the run resumes from."""
         self.config = config
         self._rules = tuple(rule for rule in RULES if rule.name not in config.ignore)
         looked_at = {rule.name for rule in self._rules if rule.stops}
         self._streaks = {name: count for name, count in (streaks or {}).items() if name in looked_at and count > 0}
-        self.first_entropy = first_entropy  # that of the run's first step with samples
+        self.first_entropy = first_entropy  # entropy of the run's first step with samples
         self.climbs: dict[str, Climb] = {}  # memory by metric name, followed since this process began
         self._steps = 0  # steps that this process has made
-        self._told: set[str] = set()  # not saved: a run that resumes in the middle of a streak warns once more
+        self._told: set[str] = set()  # rules that have warned; not saved: a run that resumes in the middle of a streak warns once more
 
     @property
     def streaks(self) -> dict[str, int]:
-        """The number of steps in a row for which each rule that holds, and may stop the run, has held."""
+        """Number of consecutive steps for which each rule that holds, and may stop the run, has held."""
         return {rule.name: self._streaks[rule.name] for rule in self._rules if rule.stops and rule.name in self._streaks}
 
     @property
@@ -272,13 +272,13 @@ class Health:
         return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes), failed=failed)
 
     def failed(self, metrics: Metrics) -> str | None:
-        """Why a validation that is not part of a step stops the run, if it does."""
+        """Return why a validation that is not part of a step stops the run; None: it does not."""
         watched = self.config.stop and EVERY_REWARD_FAILED not in self.config.ignore
         found = every_reward_failed(metrics) if watched else None
         return f"{EVERY_REWARD_FAILED}: {found}. Remedy: {FAILED_REWARDS}; health.ignore turns this rule off" if found else None
 
     def _follow(self, metrics: Metrics) -> None:
-        """Remember what later steps are compared with."""
+        """Remember the numbers that later steps are compared with."""
         if self.first_entropy is None and math.isfinite(metrics.get(ENTROPY, math.nan)):
             self.first_entropy = metrics[ENTROPY]
         self._steps += 1
@@ -294,7 +294,8 @@ class Health:
 
 
 def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
-    """Where to resume from. `step` is that of the newest checkpoint in the folder `checkpoints`; `good`: no rule held when it was saved."""
+    """Say where to resume from. `step` is that of the newest checkpoint in the folder `checkpoints`; `good`: no rule held when it was
+    saved."""
     path = checkpoints / f"step-{step:08d}"
     where = f"The last good checkpoint is {path}" if good else f"The newest checkpoint, saved while the rule held, is {path}"
     damage = "" if good else "; if it is already damaged, start again in another run.dir"

@@ -3,10 +3,10 @@
 Enters: the metrics of each step, tables of validation samples, the run's settings. Leaves: files in the run folder, or wherever the user's
 own environment variables point. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (numbers that are not finite are
 left out); a resumed run continues in the same place, and steps that were lost with a logger's memory when the run was killed are logged
-again; nothing asks for a password; a logger that fails or hangs during a run is switched off with one warning and never stops or delays
+again; no logger asks for a password; a logger that fails or hangs during a run is switched off with one warning and never stops or delays
 the run; every wait has a deadline. Importing this module imports none of the loggers' packages.
 
-Each logger lives on a daemon thread of its own: it is made, used and closed there, so that a server that does not answer delays nothing.
+Each logger has its own daemon thread: it is created, used and closed there, so that a server that does not answer delays nothing.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from fulltilt.observe.metrics import Number, encode_line, read_lines, write_whol
 from fulltilt.records import UserError
 from fulltilt.schema import LogConfig
 
-IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
+IDS_FILE = "loggers.json"  # file in the run folder with the id by which each logger knows the run
 
 OPEN_S = 120.0
 FLUSH_S = 10.0
 CLOSE_S = 60.0
-NOTHING = -1  # the last step of a logger that has none yet
-MOST_BEHIND = 1000  # jobs a logger may be behind before it counts as hung
+NOTHING = -1  # the last step of a logger that has none
+MOST_BEHIND = 1000  # most jobs that may be waiting for a logger before it counts as hung
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a logger is started with."""
+    """Arguments with which a logger is started."""
 
     project: str
     name: str
-    folder: Path  # the run's, absolute
+    folder: Path  # the run's folder, absolute
     settings: Mapping[str, Any]  # every dotted key of the configuration
-    step: int  # the step of the checkpoint that the run resumes from; 0: whatever was logged before belongs to another run
-    known: str | None  # the id by which the logger knows the run that is resumed
+    step: int  # the step of the checkpoint that the run resumes from; 0: earlier logs belong to another run
+    known: str | None  # the id by which the logger knows the resumed run
 
 
 class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
     also_needs: tuple[str, ...] = ()  # modules besides its own
-    id: str = ""  # by which it knows the run, kept in the run folder for a resume
+    id: str = ""  # the logger's id of the run, kept in the run folder for a resume
     hint: str  # how to look at what was logged
     has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
     @staticmethod
     def mistake() -> str | None:
-        """Anything but a missing module that would stop it."""
+        """Return any reason but a missing module for which the logger would not start; None: there is none."""
         return None
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
@@ -79,8 +79,8 @@ class Logger(Protocol):
 
 
 class TensorBoard(Logger):
-    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint. The settings shown are those that
-    the run began with, because TensorBoard reads only the first."""
+    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint. It shows the settings that the
+    run began with, because TensorBoard reads only the first ones."""
 
     def __init__(self, opening: Opening) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -115,11 +115,11 @@ class TensorBoard(Logger):
 
 class Wandb(Logger):
     """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id and logs every step again: wandb may
-    have kept the last numbers in memory for a long time, and drops by itself the steps that its server already has."""
+    have kept the last numbers in memory for a long time, and itself drops the steps that its server already has."""
 
     @staticmethod
     def mistake() -> str | None:
-        """It would ask for an API key, which must never happen in the middle of a job."""
+        """Return a mistake if wandb would ask for an API key, which must never happen in the middle of a job."""
         import wandb
 
         settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -160,8 +160,8 @@ class Wandb(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; where a step was logged twice,
-    the later value counts."""
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; if a step was logged twice, the
+    later value counts."""
 
     also_needs = ("sqlalchemy", "alembic")
     MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # limits of one request
@@ -170,7 +170,7 @@ class MLflow(Logger):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports every table that it creates
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs a line for every table that it creates
         folder = opening.folder / "mlflow"
         address = os.environ.get("MLFLOW_TRACKING_URI")
         if not address:
@@ -191,7 +191,7 @@ class MLflow(Logger):
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        # MLflow does not let parameters change: a resumed run keeps those that it began with.
+        # MLflow does not let parameters change: a resumed run keeps its first ones.
         there = self._client.get_run(self.id).data.params
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items() if key not in there}
         parameters = [Param(key, text[: self.LONGEST_PARAMETER]) for key, text in texts.items()]
@@ -207,7 +207,7 @@ class MLflow(Logger):
             self._client.log_batch(self.id, metrics=metrics[begin : begin + self.MOST_METRICS])
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        # `log_table` needs pandas; this is the file that it would write.
+        # `log_table` needs pandas; this writes the same file.
         table = {"columns": list(columns), "data": [list(row) for row in rows]}
         self._client.log_dict(self.id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
 
@@ -278,7 +278,7 @@ KINDS: Mapping[str, type[TensorBoard | Wandb | MLflow | Trackio]] = {
 
 
 def check(config: LogConfig) -> list[str]:
-    """Reasons why a logger would not start, found before any model loads."""
+    """Return reasons why a logger would not start, found before any model loads."""
     mistakes = [f"log.to: {name} is named twice. Remove one" for name in dict.fromkeys(config.to) if config.to.count(name) > 1]
     for name in dict.fromkeys(config.to):
         remedy = f'Install it with pip install "fulltilt[{name}]", or remove {name}'
@@ -305,8 +305,8 @@ def _installed(module: str) -> bool:
 def open_loggers(
     config: LogConfig, run_dir: Path, settings: Mapping[str, Any], step: int, warn: Callable[[str], None] = warnings.warn
 ) -> Loggers:
-    """Start every logger of `log.to`. `settings` is the flat configuration; `step` is that of the checkpoint which the run resumes from, or
-    0 for a new run. A logger that does not start is an error in a new run, and is switched off with a warning in a resumed one."""
+    """Start every logger of `log.to`. `settings` is the flat configuration; `step` is that of the checkpoint from which the run resumes, or
+    0 for a new run. If a logger does not start, a new run raises an error, and a resumed one switches it off with a warning."""
     folder = run_dir.absolute()
     ids_file, metrics = folder / IDS_FILE, folder / "metrics.jsonl"
     ids: dict[str, str] = {}
@@ -346,12 +346,12 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
 
     @property
     def hints(self) -> list[str]:
-        """How to look at what each of them logged."""
+        """Hints how to look at each logger's data."""
         return [worker.logger.hint for worker in self._workers if worker.logger]
 
     def add(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]] = (), *, required: bool) -> Logger | None:
-        """Start a logger. It is given those steps of `history`, lines of metrics.jsonl, that it does not have: the run was killed before
-        they left its memory, or it was not used yet."""
+        """Start a logger. It gets those steps of `history`, lines of metrics.jsonl, that it does not have: the run was killed before they
+        left its memory, or it was not used yet."""
         worker = _Worker(name, make, history)
         if not worker.opened.wait(OPEN_S) or worker.failure:
             cause = _cause(worker.failure) if worker.failure else f"it did not start within {OPEN_S:.0f} s"
@@ -364,7 +364,7 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log the numbers of a step, after its tables. Returns at once."""
-        # Taken from the line of metrics.jsonl: exactly the numbers that are there, without those that are null.
+        # The line of metrics.jsonl is used: exactly its numbers, without those that are null.
         numbers = _numbers(json.loads(encode_line(step, metrics)))
         self._give(lambda logger: logger.log(step, numbers))
 
@@ -374,8 +374,8 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
         self._give(lambda logger: logger.table(step, name, columns, plain))
 
     def flush(self) -> None:
-        """Wait, but not for long, until everything has been handed to the loggers. Called before a checkpoint is saved, so that a resume
-        finds what it expects."""
+        """Wait for a short time until everything has been handed to the loggers. Called before a checkpoint is saved, so that a resume
+        finds the logs that it expects."""
         deadline = time.monotonic() + FLUSH_S
         for worker in self._workers:
             worker.flush(deadline)
@@ -410,7 +410,7 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
 
 
 class _Worker(threading.Thread):
-    """A logger and its thread. After a failure it takes no more jobs."""
+    """A logger and its thread. After a failure it accepts no more jobs."""
 
     def __init__(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(name=name, daemon=True)  # a logger that hangs must not keep the program from ending
@@ -418,7 +418,7 @@ class _Worker(threading.Thread):
         self.logger: Logger | None = None
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
-        self.opened = threading.Event()  # set after a failed start, too
+        self.opened = threading.Event()  # also set after a failed start
         self.start()
 
     def run(self) -> None:
@@ -430,7 +430,7 @@ class _Worker(threading.Thread):
                     logger.log(line["step"], _numbers(line))
             while (job := self._jobs.get()) is not None:
                 job(logger)
-        except BaseException as error:  # nothing above this thread would see it, whatever its kind
+        except BaseException as error:  # an exception of any kind would be lost in this thread
             self.failure = error
         self.opened.set()
 
@@ -475,7 +475,7 @@ _MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "&<>
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as TensorBoard shows it: cells exactly as they are, whatever they hold."""
+    """Write a table for TensorBoard: cells are shown exactly as they are, whatever they contain."""
     lines = [columns, ["---"] * len(columns), *([("" if cell is None else str(cell)).translate(_MARKUP) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -486,7 +486,7 @@ _ESCAPED = re.compile(r"_(?=at[_@])|[^A-Za-z0-9_\-./ @]")
 
 
 def mlflow_name(name: str) -> str:
-    """A metric's name as MLflow allows it: two names never become the same, and each can be read back."""
+    """Return a metric's name in a form that MLflow allows: different names stay different, and each can be read back."""
     escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
     # MLflow also refuses names that change when they are normalised as paths.
     return "/".join("::" if not part else part.replace(".", ":2e:") if part.startswith(".") else part for part in escaped.split("/"))

@@ -2,7 +2,7 @@
 
 Enters: groups, scores and rows of a step, seconds of its phases. Leaves: `metrics.jsonl`, one object per step, and `rollouts/`, one file of
 sampled rollouts per step. Guaranteed: once `truncate` has run, every line is complete; numbers that are not finite are written as null and
-named under "nonfinite"; after a resume nothing is left of steps that the checkpoint does not know. Free of torch.
+named under "nonfinite"; a resume removes everything about steps that the checkpoint does not know. Free of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fulltilt.words import listed
 
 Number = float | int
 SomeGroup = TypeVar("SomeGroup", bound=AnyGroup)
-COPIED_BYTES = 2**20  # how much text the driver has in memory at once
+COPIED_BYTES = 2**20  # most text that the driver has in memory at once
 
 # The name of each phase, and verl's name for its seconds.
 TIMING_NAMES: Mapping[str, str] = {
@@ -49,7 +49,8 @@ _PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_a
 
 
 def encode_line(step: int, values: Mapping[str, Number]) -> str:
-    """One step as one JSON object, `step` first. Numbers that are not finite, which JSON does not have, become null and are named."""
+    """Encode one step as one JSON object, `step` first. Numbers that are not finite, which JSON does not have, become null and are
+    listed."""
     plain = {name: _plain(value) for name, value in values.items()}
     nonfinite = [name for name, value in plain.items() if value is None]
     return json.dumps({"step": step, **plain, **({"nonfinite": nonfinite} if nonfinite else {})})
@@ -72,7 +73,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is never seen half-written."""
+    """Write a file so that no reader sees it half-written."""
     partial = path.with_name(f"{path.name}.partial")
     with _writing(path):
         path.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays removed
@@ -81,7 +82,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line per step, flushed as it is written."""
+    """The file `metrics.jsonl`: one line per step, flushed when it is written."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -95,12 +96,12 @@ class MetricsFile:
             self._file.flush()
 
     def offset(self) -> int:
-        """Bytes written so far. A checkpoint keeps this number, so that a resume can cut the file back to it."""
+        """Return the number of bytes written so far. A checkpoint keeps this number, so that a resume can cut the file back to it."""
         return os.fstat(self._file.fileno()).st_size
 
     def truncate(self, offset: int) -> str | None:
-        """Drop all lines after a checkpoint's `offset`. Returns a warning if the file no longer holds what it held when the checkpoint was
-        saved: the run can continue without those lines."""
+        """Drop all lines after a checkpoint's `offset`. Returns a warning if the file no longer holds the same lines as when the checkpoint
+        was saved: the run can continue without them."""
         with _writing(self.path):
             size = self.offset()
             keep = min(offset, size)
@@ -118,7 +119,7 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        # Every line was flushed when it was written. What can be left is a line whose writing failed, which was reported.
+        # Every line was flushed when it was written. Only a line whose writing failed can be left, and the failure was reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -126,11 +127,12 @@ class MetricsFile:
 @dataclass(frozen=True)
 class MetricsLines:
     steps: tuple[dict[str, Any], ...]
-    damaged: str = ""  # which lines are not as a run writes them, in words; empty: none
+    damaged: str = ""  # which lines a run cannot have written, in words; empty: none
 
 
 def read_lines(path: Path) -> MetricsLines:
-    """The steps of a metrics file. The file of a run that is still running, or was killed, may end in half a line, which is left out."""
+    """Read the steps of a metrics file. The file of a run that is still running, or was killed, may end in an incomplete line, which is
+    left out."""
     whole, _, _ = read_file(path).rpartition(b"\n")
     found = [_decoded(line) for line in whole.split(b"\n")] if whole else []
     wrong = [number for number, line in enumerate(found, 1) if line is None]
@@ -139,7 +141,7 @@ def read_lines(path: Path) -> MetricsLines:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None unless it is one that `encode_line` may have written."""
+    """Return the object of a line; None unless `encode_line` may have written it."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -151,37 +153,37 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
 
 
 def read_values(path: Path, name: str) -> list[float]:
-    """The values of one metric, in the order of the steps that have it."""
+    """Return the values of one metric, in the order of the steps that have it."""
     return [line[name] for line in read_lines(path).steps if line.get(name) is not None]
 
 
 class RolloutFiles:
-    """`rollouts/step-000012.jsonl`: sampled rollouts of a step, one sample a line, for people to read."""
+    """The files `rollouts/step-000012.jsonl`: sampled rollouts of a step, one sample a line, for people to read."""
 
     def __init__(self, folder: Path | str, per_step: int) -> None:
         self.folder = Path(folder)
         self.per_step = per_step
 
     def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
-        """Write the first groups, as `shown` says. `scores` holds, for each group, the score of each of its samples."""
+        """Write the groups of `shown`. `scores` holds, for each group, the score of each of its samples."""
         write_whole(self.path(step), "".join(map(rollout_lines, self.shown(groups), scores)))
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.jsonl"
 
     def shown(self, groups: Sequence[SomeGroup]) -> list[SomeGroup]:
-        """The first groups, whole ones, as many as `per_step` samples allow and at least one that has samples."""
+        """Return the first groups, whole ones, as many as `per_step` samples allow and at least one that has samples."""
         lines = list(accumulate(len(group.samples) for group in groups))
         return [group for group, before, after in zip(groups, [0, *lines], lines, strict=False) if not before or after <= self.per_step]
 
     def part(self, step: int, worker: int) -> Path:
-        """Where a worker writes the lines of the groups that it holds, for `join`."""
+        """Return where a worker writes the lines of the groups that it holds, for `join`."""
         with _writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         return self.path(step).with_name(f"{self.path(step).name}.partial-{worker}")
 
     def join(self, step: int, stretches: Sequence[tuple[int, int]]) -> None:
-        """Make the file of a step from those of workers: in this order, so many bytes of each worker's, which follow one another there."""
+        """Make the file of a step from the workers' files: in this order, this many consecutive bytes of each worker's file."""
         with contextlib.ExitStack() as stack, _writing(self.path(step)):
             sources = {worker: stack.enter_context(self.part(step, worker).open("rb")) for worker, _ in stretches}
             joined = self.path(step).with_name(f"{self.path(step).name}.partial")
@@ -194,7 +196,7 @@ class RolloutFiles:
                 self.part(step, worker).unlink()
 
     def truncate(self, step: int) -> None:
-        """Remove the files of steps after `step`, and half-written ones that a killed run left."""
+        """Remove the files of steps after `step`, and half-written files of a killed run."""
         if not self.folder.is_dir():
             return
         with _writing(self.folder):
@@ -205,12 +207,12 @@ class RolloutFiles:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file of `RolloutFiles`."""
+    """Read the samples of one file of `RolloutFiles`."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def write_stretches(path: Path, texts: Sequence[str]) -> list[int]:
-    """Write texts one after another. Returns how many bytes each has."""
+    """Write texts one after another. Returns the number of bytes of each."""
     encoded = [written_text(text) for text in texts]
     with _writing(path):
         path.write_bytes(b"".join(encoded))
@@ -218,13 +220,13 @@ def write_stretches(path: Path, texts: Sequence[str]) -> list[int]:
 
 
 def rollout_lines(group: Group, scores: Sequence[Score]) -> str:
-    """The lines of a group's samples, each with its end."""
+    """Return the lines of a group's samples, each with its line end."""
     pairs = zip(group.samples, scores, strict=True)
     return "".join(json.dumps(_rollout(group, *pair), ensure_ascii=False, default=str) + "\n" for pair in pairs)
 
 
 def written_text(text: str) -> bytes:
-    """Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8."""
+    """Encode text as UTF-8. Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8 and is escaped."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
@@ -247,8 +249,8 @@ def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
 
 
 def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, excluded: int) -> dict[str, Number]:
-    """The rewards of a step's samples, given group by group. `reward/errors` counts every failed call, timeouts included; `excluded` is the
-    number of samples left out of the batch. Failed calls are not part of the means."""
+    """Return the reward metrics of a step's samples, given group by group. `reward/errors` counts every failed call, timeouts included;
+    `excluded` is the number of samples left out of the batch. Failed calls are not part of the means."""
     flat = [score for of_group in scores for score in of_group]
     good = [score for score in flat if score.error is None]
     parts: dict[str, list[float]] = {}
@@ -268,8 +270,8 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
 
 @dataclass(frozen=True)
 class RowSums:
-    """What metrics need of the rows that an update learns from; `+` joins those of several workers. Rewards are per row, with the
-    algorithm's shaping and KL penalty; the rest is per trained token."""
+    """Sums for metrics of the rows that an update trains on; `+` joins those of several workers. Rewards are per row, with the algorithm's
+    shaping and KL penalty; the rest is per trained token."""
 
     rewards: Spread = field(default_factory=Spread)
     advantages: Spread = field(default_factory=Spread)
@@ -316,14 +318,14 @@ class RowSums:
 
 
 def _trained(rows: Sequence[Row], name: str) -> np.ndarray:
-    """One per-token field of all rows, at the trained tokens."""
+    """Return one per-token field of all rows, at the trained tokens."""
     arrays = [(getattr(row, name), row.mask) for row in rows if getattr(row, name) is not None]
     return np.concatenate([array[mask] for array, mask in arrays]).astype(np.float64) if arrays else np.zeros(0)
 
 
 def summarise_lengths(groups: Sequence[AnyGroup], max_prompt_tokens: int) -> dict[str, Number]:
-    """Lengths of prompts and responses, each prompt counted once per sample, as verl does. A response is clipped when `max_new_tokens` cut
-    it off; a prompt counts as clipped when it has the most tokens that a prompt may have."""
+    """Return the lengths of prompts and responses, each prompt counted once per sample, as in verl. A response is clipped if
+    `max_new_tokens` cut it off; a prompt counts as clipped if it has the most tokens that a prompt may have."""
     samples = [sample for group in groups for sample in group.samples]
     prompts = [len(group.prompt.ids) for group in groups for _ in group.samples]
     return {
@@ -337,7 +339,8 @@ def summarise_lengths(groups: Sequence[AnyGroup], max_prompt_tokens: int) -> dic
 def summarise_time(
     seconds: Mapping[str, float], step_seconds: float, *, response_tokens: int, total_tokens: int, devices: int = 1
 ) -> dict[str, Number]:
-    """Seconds of the phases and of the step, and tokens per second and device. The two token counts are those of `count_tokens`."""
+    """Return the seconds of the phases and of the step, and tokens per second and device. The two token counts are those of
+    `count_tokens`."""
     timing = {TIMING_NAMES[phase]: spent for phase, spent in seconds.items()}
     per_token = {name: (timing[name], total_tokens) for name in _PER_TOKEN if name in timing}
     if "gen" in timing:
@@ -353,8 +356,8 @@ def summarise_time(
 
 
 def summarise_workers(seconds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """How long the slowest of several workers took for a phase, and all of them on average. `seconds`: by phase those of each worker, of
-    each call in the step; the slowest may be another one in each call."""
+    """Return the seconds of a phase for the slowest of several workers, and for all of them on average. `seconds`: for each phase those of
+    each worker, for each call in the step; the slowest may differ between calls."""
     found: dict[str, float] = {}
     for phase, calls in seconds.items():
         if len(calls[0]) > 1:
@@ -366,7 +369,7 @@ def summarise_workers(seconds: Mapping[str, Sequence[Sequence[float]]]) -> dict[
 
 
 def count_tokens(groups: Sequence[AnyGroup]) -> tuple[int, int]:
-    """Response tokens, and prompt and response tokens together, of all samples."""
+    """Return the response tokens, and prompt and response tokens together, of all samples."""
     response = sum(sample.tokens for group in groups for sample in group.samples)
     return response, response + sum(len(group.prompt.ids) * len(group.samples) for group in groups)
 

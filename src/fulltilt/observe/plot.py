@@ -26,7 +26,7 @@ from fulltilt.records import UserError
 from fulltilt.words import listed
 
 METRICS = "metrics.jsonl"
-DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # those that exist are drawn
+DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # metrics that are drawn by default, if they exist
 PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 AGAINST = ("step", "seconds")
 PNG = b"\x89PNG"
@@ -36,12 +36,12 @@ NAMED = 6  # at most this many metrics are named in an error
 
 @dataclass(frozen=True)
 class Curve:
-    """Example: Curve("runs/a", "val/reward/mean", (0, 20), (3.1, 70.2), (0.03, 0.05))"""
+    """One metric of one run. Example: Curve("runs/a", "val/reward/mean", (0, 20), (3.1, 70.2), (0.03, 0.05))"""
 
     label: str
     metric: str
     steps: tuple[float, ...]
-    seconds: tuple[float, ...]  # since the start, at the end of these steps
+    seconds: tuple[float, ...]  # seconds since the start, at the end of these steps
     values: tuple[float, ...]
 
 
@@ -49,10 +49,10 @@ class Curve:
 
 
 def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
-    """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that exist."""
+    """Return every curve of `metrics`, in their order; without metrics, those of DEFAULT that exist."""
     names = labels(sources)
     of_each = [of_source(source, name) for source, name in zip(sources, names, strict=True)]
-    # A label that two sources share, like those of two files of one benchmark, gets the source's name in front.
+    # A label that two sources share, as in two files of one benchmark, gets the source's name in front.
     used = Counter(label for curves in of_each for label in {curve.label for curve in curves})
     known = [
         replace(curve, label=f"{name}: {curve.label}") if used[curve.label] > 1 else curve
@@ -82,7 +82,7 @@ def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:
 
 
 def labels(sources: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that tell the sources apart."""
+    """Return the shortest endings of the paths that distinguish the sources."""
     parts = [source.resolve().parts for source in sources]
     for length in range(1, max(map(len, parts), default=1)):
         found = ["/".join(part[-length:]) for part in parts]
@@ -115,7 +115,7 @@ def of_source(source: Path, label: str) -> list[Curve]:
 
 
 def of_json(found: Mapping[str, Any]) -> Curve:
-    """Raises ValueError, LookupError, TypeError or OverflowError for what is not a curve."""
+    """Read a curve. Raises ValueError, LookupError, TypeError or OverflowError if it is not one."""
     steps, seconds, values = (tuple(float(value) for value in found[name]) for name in ("steps", "seconds", "values"))
     if not len(steps) == len(seconds) == len(values):
         raise ValueError("columns of different lengths")
@@ -130,15 +130,15 @@ def of_metrics(path: Path, label: str) -> list[Curve]:
 
 
 def of_run(lines: Sequence[Mapping[str, Any]], label: str) -> list[Curve]:
-    """Seconds are those of all steps, validations and saves so far. Start-up, and work that was lost when the run was killed, are not
-    included; a save is included in the next line."""
+    """Return the curves of a run. Seconds are those of all steps, validations and saves so far. Start-up, and work that was lost when the
+    run was killed, are not included; a save is included in the next line."""
     ends = list(accumulate(sum(line.get(name) or 0.0 for name in PARTS_OF_TIME) for line in lines))
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "nonfinite"))
     return [curve_of([(line["step"], end, line.get(name)) for line, end in zip(lines, ends, strict=True)], label, name) for name in names]
 
 
 def curve_of(points: Iterable[tuple[float, float, float | None]], label: str, metric: str) -> Curve:
-    """The curve of points (step, seconds, value); points without a value are left out."""
+    """Return the curve of points (step, seconds, value); points without a value are left out."""
     known = [(float(step), float(end), float(value)) for step, end, value in points if value is not None]
     steps, ends, values = zip(*known, strict=True) if known else ((), (), ())
     return Curve(label, metric, steps, ends, values)
@@ -148,7 +148,8 @@ def curve_of(points: Iterable[tuple[float, float, float | None]], label: str, me
 
 
 def files(out: Path) -> tuple[Path | None, Path]:
-    """The files for the picture and the JSON. Example: curves.png -> curves.png and curves.json; curves.json -> None and curves.json"""
+    """Return the files for the picture and the JSON. Example: curves.png -> curves.png and curves.json; curves.json -> None and
+    curves.json"""
     if out.suffix not in (".png", ".json"):
         raise UserError(f"--out {out}: give a name that ends in .png, or in .json for the numbers alone")
     numbers = out.with_suffix(".json")
@@ -197,7 +198,7 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
     for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
         for curve in (curve for curve in curves if curve.metric == metric):
             x, y = curve.steps if against == "step" else curve.seconds, trailing_means(curve.steps, curve.values, smooth)
-            # The few points of validations get markers; those of many training steps would hide the line.
+            # The few points of validations get markers; markers of many training steps would hide the line.
             panel.plot(
                 x, y, color=colours[curve.label], label=plain[curve.label], linewidth=1.2, marker="o" if len(x) <= MARKED else None,
                 markersize=3,
@@ -210,8 +211,8 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
 
 
 def trailing_means(steps: Sequence[float], values: Sequence[float], size: int) -> list[float]:
-    """The mean of each value and those of the `size` - 1 steps before it, as far as they exist. Validations that are farther apart stay as
-    they are.
+    """Return the mean of each value and those of the `size` - 1 steps before it, as far as they exist. Validations that are farther apart
+    do not change.
 
     Example: steps (1, 2, 20), values (0.1, 0.3, 0.5), size 10 -> [0.1, 0.2, 0.5]
     """

@@ -1,7 +1,8 @@
-"""Metrics of rejection: how far trainer and engine are apart by each criterion, and what each alone would reject, under verl's names.
+"""Metrics of rejection: distances between trainer and engine by each criterion, and what each criterion alone would reject, under verl's
+names.
 
 Enters: rows with their `distances`. Leaves: `CriteriaSums`, which `+` joins over workers, and its metrics. Guaranteed: tokens and samples
-count as they were before anything was rejected, by every criterion alike.
+are counted before any rejection, for every criterion in the same way.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ PREFIX = "rollout_corr/rollout_rs_"
 
 @dataclass(frozen=True)
 class CriterionSums:
-    """What the metrics of one criterion need; `+` joins those of several workers."""
+    """Sums for the metrics of one criterion; `+` joins those of several workers."""
 
     distances: Spread = field(default_factory=Spread)  # distances over all tokens
-    bounded: Spread = field(default_factory=Spread)  # the same, those beyond a bound set to the bound
+    bounded: Spread = field(default_factory=Spread)  # the same, with those beyond a bound set to the bound
     samples: Spread = field(default_factory=Spread)  # the mean distance of each sample
     above: Spread = field(default_factory=Spread)  # 1 where the distance is above the upper bound; tokens, or samples by such a criterion
-    below: Spread = field(default_factory=Spread)  # 1 where it is below the lower bound
+    below: Spread = field(default_factory=Spread)  # 1 where the distance is below the lower bound
     samples_above: Spread = field(default_factory=Spread)  # 1 where the mean distance of a sample is above the upper bound
     samples_below: Spread = field(default_factory=Spread)
     rejected: Spread = field(default_factory=Spread)  # 1 for each token that this criterion rejects

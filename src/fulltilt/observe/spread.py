@@ -1,4 +1,4 @@
-"""Some numbers as far as metrics need them: count, mean, spread and extremes, which `+` joins over workers."""
+"""Statistics of some numbers for metrics: count, mean, spread and extremes, which `+` joins over workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Spread:
-    """Some numbers, as far as metrics need them. Those of several workers are joined by `+`."""
+    """Statistics of some numbers, for metrics. Those of several workers are joined by `+`."""
 
     count: int = 0
     total: float = 0.0
@@ -48,5 +48,5 @@ class Spread:
         return self.squares / self.count
 
     def metrics(self, name: str) -> dict[str, float]:
-        # Nothing has no mean: the name is left out instead of being written with a meaningless number.
+        # Without numbers there is no mean: the name is left out instead of having a meaningless number.
         return {f"{name}/mean": self.mean, f"{name}/max": self.most, f"{name}/min": self.least} if self.count else {}

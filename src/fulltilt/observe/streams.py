@@ -1,7 +1,7 @@
-"""Standard output and standard error, which a command may lose at any moment, and what libraries write to them.
+"""Standard output and standard error, which a command may lose at any moment, and the text that libraries write to them.
 
-Enters: text. Leaves: the same text, as long as someone can read it. Guaranteed: writing to an `Outlet` never raises, whatever became of the
-stream: its reader or its terminal has gone, the disk is full, it was closed before the command began. A character that the stream's
+Enters: text. Leaves: the same text, as long as someone can read it. Guaranteed: writing to an `Outlet` never raises, even if the stream is
+lost: its reader or its terminal is gone, the disk is full, or it was closed before the command began. A character that the stream's
 encoding does not have is written as an escape.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 from fulltilt.records import RunWarning
 from fulltilt.words import printable
 
-SHOW_ALL = "FULLTILT_WARNINGS"  # the environment variable that shows what libraries say
+SHOW_ALL = "FULLTILT_WARNINGS"  # environment variable that shows the messages of libraries
 LIBRARIES = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
@@ -30,7 +30,7 @@ class Outlet:
     """A text stream that outlives its reader."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """`stream` is None where the descriptor was closed before Python began."""
+        """`stream` is None if the descriptor was closed before Python began."""
         self.lost: Exception | None = None if stream else OSError(errno.EBADF, "it is closed")
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         self._on_loss: Callable[[str], None] | None = None
@@ -46,7 +46,7 @@ class Outlet:
 
     @property
     def reason(self) -> str:
-        """Why it was lost, to follow a colon."""
+        """Reason of the loss, to follow a colon."""
         if isinstance(self.lost, BrokenPipeError):
             return "its reader has gone"
         return getattr(self.lost, "strerror", None) or str(self.lost)
@@ -76,7 +76,7 @@ class Outlet:
     def _surviving(self) -> Iterator[None]:
         try:
             yield
-        except BlockingIOError:  # a program that shares the stream made it non-blocking, and its reader is slow
+        except BlockingIOError:  # a program that shares the stream has made it non-blocking, and its reader is slow
             with contextlib.suppress(OSError, ValueError):
                 os.set_blocking(self._stream.fileno(), True)
                 self._stream.flush()
@@ -90,7 +90,7 @@ class Outlet:
                 self._on_loss(self.reason)
 
     def _discard(self) -> None:
-        """Child processes, libraries and Python's own flush at exit also write to the descriptor: let it discard their text, too."""
+        """Let the descriptor discard the text of child processes, of libraries and of Python's own flush at exit, too."""
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -115,7 +115,7 @@ def protect() -> tuple[Outlet, Outlet]:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """The text with its long lines broken between words, where a terminal would break them anywhere. A file gets them whole."""
+    """Break the text's long lines between words for a terminal, which would break them anywhere. In a file they stay whole."""
     if not stream.isatty():
         return text
     columns = os.get_terminal_size(stream.fileno()).columns or 80
@@ -146,7 +146,7 @@ def _show_warning(
 
 
 def text_for_user(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> str | None:
-    """What to show of a warning; None: it is that of a library, and about no file of the user's."""
+    """Return the text to show for a warning; None: it is a library's, and about none of the user's files."""
     if issubclass(category, RunWarning):
         return str(message)
     if os.path.isfile(filename) and not filename.startswith(LIBRARIES):

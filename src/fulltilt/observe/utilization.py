@@ -1,8 +1,8 @@
-"""How busy a GPU is, as its driver counts it: the share of time in which at least one kernel ran.
+"""GPU utilization, as its driver counts it: the share of time in which at least one kernel ran.
 
-Enters: the identity of a GPU. Leaves: a mean over the samples since the last question. Guaranteed: no package is needed, NVML is the
-driver's own library; a system or a GPU that does not count (no NVML, a slice of a GPU) gives nothing, and never an error. A thread asks the
-driver four times a second, and touches neither CUDA nor the run. Free of torch.
+Enters: the identity of a GPU. Leaves: a mean over the samples since the last call. Guaranteed: no package is needed, NVML is the driver's
+own library; a system or a GPU without this count (no NVML, a slice of a GPU) gives None, never an error. A thread asks the driver four
+times a second, and touches neither CUDA nor the run. Free of torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import ctypes
 import threading
 
 LIBRARY = "libnvidia-ml.so.1"
-INTERVAL_S = 0.25  # drivers look at intervals of a sixth of a second to a second
+INTERVAL_S = 0.25  # drivers sample at intervals of a sixth of a second to a second
 SUCCESS = 0
 
 
 class _Rates(ctypes.Structure):
-    """nvmlUtilization_t: percents of time."""
+    """The struct nvmlUtilization_t: percents of time."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 class GpuUtilization:
-    """Example: watch = GpuUtilization.of("8f6f3a2e-..."); ...; watch.take() -> 0.87"""
+    """Watches a GPU. Example: watch = GpuUtilization.of("8f6f3a2e-..."); ...; watch.take() -> 0.87"""
 
     def __init__(self, nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._nvml, self._handle = nvml, handle
@@ -34,7 +34,7 @@ class GpuUtilization:
 
     @staticmethod
     def of(uuid: str) -> GpuUtilization | None:
-        """Watch the GPU with this UUID; None: its driver does not say how busy it is."""
+        """Watch the GPU with this UUID; None: its driver does not report its utilization."""
         try:
             nvml = ctypes.CDLL(LIBRARY)
         except OSError:
@@ -46,7 +46,7 @@ class GpuUtilization:
         return GpuUtilization(nvml, handle) if _busy_share(nvml, handle) is not None else None
 
     def take(self) -> float | None:
-        """The mean since the last call; None: there was no sample since then."""
+        """Return the mean since the last call; None: there was no sample since then."""
         with self._lock:
             found = self._sum / self._count if self._count else None
             self._sum, self._count = 0.0, 0

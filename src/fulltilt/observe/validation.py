@@ -30,7 +30,8 @@ Values = tuple[list[float], list[str | None]]  # one variable of a prompt's succ
 
 
 def summarise(groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
-    """Every number of a validation with `samples` samples per prompt. `scores` holds, for each group, the score of each of its samples."""
+    """Return every number of a validation with `samples` samples per prompt. `scores` holds, for each group, the score of each of its
+    samples."""
     good = [[score for score in of_group if score.error is None] for of_group in scores]
     of_source: dict[str, list[Sequence[Score]]] = {}
     for group, of_group in zip(groups, good, strict=True):
@@ -46,15 +47,15 @@ def summarise(groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], sam
 
 
 def texts_of(places: Sequence[tuple[Group, int]]) -> list[str]:
-    """The texts of samples, each given by its group and its place there."""
+    """Return the texts of samples, each given by its group and its index there."""
     return [group.samples[index].text for group, index in places]
 
 
 def sample_rows(
     groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], limit: int, read: Callable[..., list[str]] = texts_of
 ) -> tuple[list[str], list[list[Any]]]:
-    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first. `read`
-    gives texts, as `texts_of` does."""
+    """Return up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first.
+    `read` returns texts, as `texts_of` does."""
     shown = min(limit, len(groups))
     chosen = [number * len(groups) // shown for number in range(shown)]
     most = max((len(groups[number].samples) for number in chosen), default=0)
@@ -89,13 +90,13 @@ def _source(source: str, prompts: Sequence[Sequence[Score]], samples: int) -> di
 
 
 def _values(prompt: Sequence[Score], variable: str) -> Values:
-    """One variable of a prompt's samples, with the samples' answers."""
+    """Return one variable of a prompt's samples, with the samples' answers."""
     with_it = [score for score in prompt if variable == REWARD or variable in score.parts]
     return [score.value if variable == REWARD else score.parts[variable] for score in with_it], [score.answer for score in with_it]
 
 
 def _statistics(prompts: Sequence[Values], samples: int, *, only_mean: bool) -> dict[str, float]:
-    """Means over prompts. A prompt with fewer than K successfully scored samples is left out of the statistics of K."""
+    """Return means over prompts. A prompt with fewer than K successfully scored samples is left out of the statistics of K."""
     found = mean_of(f"mean@{samples}", (_average(values) for values, _ in prompts if values))
     if samples == 1 or only_mean:
         return found
@@ -111,7 +112,7 @@ def _statistics(prompts: Sequence[Values], samples: int, *, only_mean: bool) -> 
 
 
 def sizes(samples: int) -> list[int]:
-    """The K of best@K: powers of two below N, and N itself."""
+    """Return the K of best@K: powers of two below N, and N itself."""
     return [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), *([samples] if samples > 1 else [])]
 
 
@@ -123,13 +124,14 @@ def _average(values: Sequence[float]) -> float:
 
 
 def best_of(values: Sequence[float], size: int) -> float:
-    """Expected maximum of `size` of the values: the i-th smallest is the maximum in C(i - 1, size - 1) of the C(N, size) draws."""
+    """Return the expected maximum of `size` of the values: the i-th smallest is the maximum in C(i - 1, size - 1) of the C(N, size)
+    draws."""
     draws = comb(len(values), size)
     return sum(value * (comb(rank, size - 1) / draws) for rank, value in enumerate(sorted(values)))
 
 
 def majority_of(values: Sequence[float], answers: Sequence[str | None], size: int) -> float:
-    """Expected value of the answer that most of `size` samples gave.
+    """Return the expected value of the answer that most of `size` samples gave.
 
     The value of an answer is the mean value of the samples that gave it; tied answers count with their average. A sample without an answer
     has no vote; the value of a draw without any vote is the mean of its samples.
@@ -153,8 +155,8 @@ def majority_of(values: Sequence[float], answers: Sequence[str | None], size: in
 
 @lru_cache(maxsize=4096)
 def win_share(count: int, counts: tuple[int, ...], blank: int, size: int) -> float:
-    """How often an answer that `count` samples gave wins, a tie among t answers counting 1/t. `counts` are the votes of all answers, this
-    one included, sorted; `blank` samples have no vote."""
+    """Return how often an answer that `count` samples gave wins, a tie among t answers counting 1/t. `counts` are the votes of all answers,
+    this one included, sorted; `blank` samples have no vote."""
     others = list(counts)
     others.remove(count)
     share = 0.0

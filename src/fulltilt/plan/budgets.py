@@ -1,7 +1,7 @@
 """The numbers that execution depends on, as a checkpoint keeps them.
 
 Enters: facts, how roles run, and the memory of a rollout. Leaves: `Budgets`. Guaranteed: they go into every checkpoint, so that a resumed
-run computes in the same shapes, unless its KV cache does not fit any more: then a smaller one is taken, and words say so.
+run computes in the same shapes, unless its KV cache does not fit any more: then a smaller one is used, and the plan's words say so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was f
 class Budgets:
     """Numbers that execution depends on and results do not. A checkpoint keeps them."""
 
-    threads: int  # that torch uses on the CPU
+    threads: int  # CPU threads that torch uses
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
@@ -34,9 +34,9 @@ class Budgets:
     critic_token_budget: int
     critic_forward_token_budget: int
     reward_model_token_budget: int
-    workers: int = 1  # that have the actor: for another number all these are planned again
-    parts: int = 1  # among how many of them each layer is divided: the same holds
-    rollout_parts: int = 1  # and each layer that an engine reads
+    workers: int = 1  # workers that have the actor; with another number all these budgets are planned again
+    parts: int = 1  # number of workers that share each layer; with another number, too, all are planned again
+    rollout_parts: int = 1  # number of workers that share each layer of the model that an engine reads
 
 
 def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, samples: int) -> Budgets:
@@ -67,8 +67,8 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
 def keep_budgets(
     config: Config, facts: Facts, memory: RolloutMemory, planned: Budgets, kept: Mapping[str, Any]
 ) -> tuple[Budgets, list[str]]:
-    """The budgets of the checkpoint, and in words what cannot be kept: a cache that was sized by `auto` when more was free on the device,
-    because it was another device or more had been offloaded."""
+    """Return the budgets of the checkpoint, and in words those that cannot be kept: a cache that was sized by `auto` when more memory was
+    free, because the device was another one or more was offloaded."""
     budgets = replace(planned, **kept)  # an older version's checkpoint may lack some
     if not facts.rollout:
         return budgets, []
@@ -82,5 +82,5 @@ def keep_budgets(
         f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(memory.free)} that are free now: "
         "a smaller one is taken, and samples may differ in their last bits from those of a run that was not interrupted"
     )
-    passes = min(budgets.max_batched_tokens, planned.max_batched_tokens)  # the smaller cache was planned beside such ones
+    passes = min(budgets.max_batched_tokens, planned.max_batched_tokens)  # the smaller cache was planned with passes of this size
     return replace(budgets, kv_blocks=planned.kv_blocks, max_batched_tokens=passes), [words]

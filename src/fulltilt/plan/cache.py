@@ -1,8 +1,8 @@
 """The memory of a rollout: the KV cache, decoding beside it, and passes over prompts.
 
 Enters: the configuration, facts, and how roles run. Leaves: blocks of the cache, samples decoded at once, tokens of a pass, and whether
-CUDA graphs hold decoding steps. Guaranteed: the cache holds at least one of the longest samples, or the run is refused; by
-`auto` it leaves memory for decoding and for the largest pass over prompts; a size that the user set and that does not fit is refused.
+CUDA graphs hold decoding steps. Guaranteed: the cache holds at least one of the longest samples, or the run is refused; with `auto` it
+leaves memory for decoding and for the largest pass over prompts; a size set by the user that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.words import in_bytes, many
 
-# What `auto` means until it is measured, by device.
+# Values of `auto` before anything is measured, by device.
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 PASS_SHARE = 1 / 4  # the most that `auto` gives to a pass over prompts, as a share of the memory for it and the KV cache
-LEAST_PASS = 2048  # tokens of a pass over prompts, below which `auto` does not go: shorter ones waste the chip
+LEAST_PASS = 2048  # least tokens of a pass over prompts that `auto` chooses: shorter passes waste the chip
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
-CACHED_SAMPLES = 16  # longest samples that a KV cache should hold; else `auto` divides a model for rollouts
+CACHED_SAMPLES = 16  # number of the longest samples that a KV cache should hold; else `auto` divides a model for rollouts
 
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """The device's memory in a rollout, in bytes."""
+    """Memory of the device in a rollout, in bytes."""
 
-    free: int  # with models and optimizers in place
-    decode: int  # that decoding takes beside the KV cache
-    returning: int  # that comes back in other phases and is not counted as taken, where the cache stays
+    free: int  # free memory, with models and optimizers in place
+    decode: int  # memory of decoding, beside the KV cache
+    returning: int  # memory that other phases bring back while the cache stays, and that is not counted as taken
 
 
 def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) -> RolloutMemory:
@@ -51,12 +51,12 @@ def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) 
 
 
 def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
-    """About the bytes that decoding `rows` samples at once takes beside the KV cache: logits, where each sample stands, and on CUDA the
-    kernels' workspaces, a layer's temporaries, and what captured graphs keep."""
+    """Return about the bytes that decoding `rows` samples at once takes beside the KV cache: logits, the samples' progress, and on CUDA the
+    kernels' workspaces, a layer's temporaries, and the memory of captured graphs."""
     actor, block = facts.actor, config.rollout.block_tokens
     shape, itemsize = actor.shape, actor.itemsize
     blocks = -(-(facts.longest + longest_response(config) + footprint.BURST) // block) + footprint.TABLE_STEP
-    vocabulary = shape.vocabulary * facts.parts  # each member samples from all logits: its own part, those gathered, and these in order
+    vocabulary = shape.vocabulary * facts.parts  # each member samples from all logits: its own part, the gathered ones, and these in order
     logits = vocabulary if facts.rollout_parts == 1 else 2 * vocabulary + vocabulary // facts.rollout_parts
     found = 4 * rows * (logits + blocks) + footprint.progress_bytes(rows)
     if facts.device != "cuda":
@@ -67,17 +67,17 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
         for size in sizes
         for layer in set(shape.layers)
     )
-    of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
+    of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # doubled, for pieces of a pool that do not fit the next size
     of_graphs = (
         0 if why_decoding_has_no_graphs(config, facts) else footprint.GRAPH_BYTES * 2 * len(sizes)
-    )  # with top-k and top-p, and without
+    )  # graphs with top-k and top-p, and without
     of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
     return found + of_attention + footprint.sampling_bytes(rows, vocabulary) + of_layer + of_graphs + of_trials
 
 
 def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, str]:
-    """About the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or as many as there are, and
-    what these are, in words."""
+    """Return about the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or all if there are
+    fewer, and a description of them."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
     replicas = facts.sharding.workers * facts.parts // facts.rollout_parts
@@ -90,7 +90,7 @@ def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, 
 
 
 def most_seqs(config: Config, device: str, samples: int) -> int:
-    """Samples decoded at once."""
+    """Return the number of samples decoded at once."""
     return unless_auto(config.rollout.max_seqs, max(1, min(MOST_SEQS[device], samples)))
 
 
@@ -99,12 +99,12 @@ def cache_bytes(config: Config, facts: Facts, blocks: int) -> int:
 
 
 def blocks_per_sample(config: Config, facts: Facts) -> int:
-    """Blocks that the longest sample needs."""
+    """Return the number of blocks that the longest sample needs."""
     return -(-(facts.longest + longest_response(config)) // config.rollout.block_tokens)
 
 
 def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int, batched: int) -> int:
-    """`batched`: tokens of a pass over prompts, which needs memory beside the cache."""
+    """Return the number of blocks of the KV cache. `batched`: tokens of a pass over prompts, which needs memory beside the cache."""
     rollout = config.rollout
     block_bytes = facts.token_bytes * rollout.block_tokens
     per_sample = blocks_per_sample(config, facts)
@@ -134,13 +134,13 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
 
 
 def prefill_bytes(shape: Shape, tokens: float, itemsize: int, *, fused: bool, parts: int = 1) -> int:
-    """About the bytes that an engine's pass over so many tokens of prompts takes: those of the layer that keeps most. `parts`: among how
-    many workers it is divided."""
+    """Return about the bytes of an engine's pass over `tokens` tokens of prompts: those of the layer that keeps most. `parts`: the number
+    of workers among which it is divided."""
     return int(tokens * max(shape.layer_bytes(layer, itemsize, fused=fused) for layer in set(shape.layers)) / parts)
 
 
 def pass_bytes(facts: Facts, tokens: float) -> int:
-    """The same for the actor. 0 on a CPU, where memory is taken as it is needed."""
+    """Return about the bytes of the actor's pass over `tokens` tokens of prompts; 0 on a CPU, where memory is allocated when needed."""
     if facts.device != "cuda":
         return 0
     actor = facts.actor
@@ -148,13 +148,14 @@ def pass_bytes(facts: Facts, tokens: float) -> int:
 
 
 def most_in_a_pass(batched: int, prompts: int, engines: int, tokens: float, at_once: float = math.inf) -> float:
-    """The most tokens of an engine's pass over prompts of `tokens` each, where a pass may have `batched`: those of all prompts that it gets
-    at a time. `at_once`: of how many prompts it samples at once."""
+    """Return the most tokens of an engine's pass over prompts of `tokens` each, with a limit of `batched`: those of all prompts that it
+    gets at once. `at_once`: the most prompts that it samples at once."""
     return min(batched, min(-(-prompts // engines), at_once) * tokens)
 
 
 def prompt_tokens(config: Config, facts: Facts, batched: int) -> float:
-    """The same for the actor, with the longest prompts. How many an engine gets in a validation is not known here."""
+    """Return the most tokens of the actor's pass over prompts, at the longest prompts. The number that an engine gets in a validation is
+    not known here."""
     if config.data.val is not None:
         return batched
     algorithm, engines = config.algorithm, max(1, facts.sharding.workers * facts.parts // facts.rollout_parts)
@@ -163,7 +164,7 @@ def prompt_tokens(config: Config, facts: Facts, batched: int) -> float:
 
 
 def pass_tokens(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
-    """Tokens of a pass over prompts where the user gave no number: fewer where the KV cache would have to be small for them."""
+    """Return the tokens of a pass over prompts if the user gave no number: fewer if the KV cache would otherwise have to be small."""
     rollout, tokens = config.rollout, max(BATCHED_TOKENS[facts.device], max_seqs)
     if not facts.rollout or facts.device != "cuda":
         return tokens
@@ -188,8 +189,8 @@ def check_decoding(config: Config, facts: Facts, memory: RolloutMemory, samples:
 
 
 def check_cache(config: Config, facts: Facts, memory: RolloutMemory, blocks: int) -> None:
-    """Refuse a KV cache whose size the user set and that does not fit. On a CPU decoding is not counted: what is free there is a guess, and
-    a block takes memory only once it is written."""
+    """Refuse a KV cache whose size the user set and that does not fit. On a CPU decoding is not counted: the free memory is a guess there,
+    and a block takes memory only once it is written."""
     key = "kv_bytes" if config.rollout.kv_bytes != "auto" else "memory_fraction"
     given, cache = getattr(config.rollout, key), cache_bytes(config, facts, blocks)
     if given != "auto" and cache + (memory.decode if facts.device == "cuda" else 0) > memory.free:
@@ -208,13 +209,13 @@ def graphs_without_device(config: Config, device: str) -> Iterator[str]:
 
 
 def uses_graphs(config: Config, device: str, *, copied: bool = False) -> bool:
-    """Whether decoding steps are captured, if a graph can hold the model. `copied`: whether the engine reads a copy of the actor, or
-    nothing learns: then what it reads never leaves the device."""
+    """Return whether decoding steps are captured, if a graph can hold the model. `copied`: the engine reads a copy of the actor, or the
+    actor is not trained: then the parameters that it reads never leave the device."""
     return device == "cuda" and config.rollout.cuda_graphs is not False and (copied or config.train.offload_params is not True)
 
 
 def why_decoding_has_no_graphs(config: Config, facts: Facts) -> str | None:
-    """Why no decoding step is captured, in words; None: they are."""
+    """Return why no decoding step is captured, in words; None: they are captured."""
     if uses_graphs(config, facts.device, copied=facts.samples_from_copy or evaluates(facts)):
         return facts.not_captured
     if config.rollout.cuda_graphs is False:

@@ -1,7 +1,7 @@
-"""Among how many workers models are divided: layers, experts, and the model that an engine reads.
+"""Division of models among workers: of layers, of experts, and of the model that an engine reads.
 
 Enters: facts of whole models. Leaves: a `Division` with its reasons, and the facts of a worker that has its part. Guaranteed: sizes that
-the user set are kept; `auto` takes the first of `ways_to_divide` with which the run fits, and where none does, the one that takes least
+the user set are kept; `auto` takes the first of `ways_to_divide` with which the run fits, or if none does, the one that takes least
 memory.
 """
 
@@ -21,30 +21,30 @@ from fulltilt.plan.sharding import choose_sharding, decide_offloads, why_crowded
 from fulltilt.schema import Config, value_of
 from fulltilt.words import in_bytes
 
-# Keys that do not go with models that are divided.
+# Keys that do not work with divided models.
 UNDIVIDED = {"train.compile": "compiled layers have not been tried with layers or experts that workers divide"}
 
 
 @dataclass(frozen=True)
 class Division:
-    """Among how many workers models are divided. Example: Division(tensor=2, rollout=2)"""
+    """Numbers of workers among which models are divided. Example: Division(tensor=2, rollout=2)"""
 
-    tensor: int = 1  # each layer
-    experts: int = 1
-    rollout: int = 1  # each layer that an engine reads
-    words: tuple[str, ...] = field(default=(), compare=False)  # what `auto` has become, and why
+    tensor: int = 1  # workers that share each layer
+    experts: int = 1  # workers that share the experts
+    rollout: int = 1  # workers that share each layer of the model that an engine reads
+    words: tuple[str, ...] = field(default=(), compare=False)  # the sizes that `auto` chose, and why
 
     def of(self, config: Config, role: str) -> RoleSizes:
-        """The sizes of a role. With one size of its own, the other is 1 unless the role has that, too."""
+        """Return the sizes of a role. If the role sets one size itself, the other is 1 unless it sets that, too."""
         tensor, experts = own_sizes(config, role)
         return RoleSizes(self.tensor, self.experts) if tensor is experts is None else RoleSizes(tensor or 1, experts or 1)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a run fits on devices when its models are divided in some way."""
+    """Result of planning a run with its models divided in one way."""
 
-    needed: int  # the most bytes on a device, with everything on the host that `auto` may send there
+    needed: int  # the most bytes on a device, with everything on the host that `auto` may offload
     sharding: Sharding
     why_not: str | None  # None: it fits
 
@@ -52,10 +52,10 @@ class Fit:
 def choose_division(
     config: Config, facts: Facts, *, within: int, beside: int = 1, only: str | None = None, unshared: str | None = None
 ) -> Division:
-    """What `auto` means for the sizes of tensor and expert parallelism: the first of `ways_to_divide` with which the run fits; if there is
-    none, the one that takes least memory. `facts`: of whole models. `within`: a number that sizes must divide so that groups of neighbours
-    are on one machine. `beside`: the workers of a machine, for `choose_sharding`. `only`: why `auto` divides nothing. `unshared`: why
-    parameters cannot be shared out."""
+    """Return the sizes of tensor and expert parallelism that `auto` chooses: the first of `ways_to_divide` with which the run fits, or if
+    there is none, the one that takes least memory. `facts`: of whole models. `within`: a number that sizes must divide so that groups of
+    neighbours are on one machine. `beside`: the workers of a machine, for `choose_sharding`. `only`: why `auto` divides nothing.
+    `unshared`: why parameters cannot be sharded."""
     ways = list(ways_to_divide(config, facts, within))
     usual, _ = ways[0]
     autos = [key for key, value in sizes_given(config).items() if value == "auto"]
@@ -75,9 +75,9 @@ def choose_division(
 
 
 def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[Division, bool]]:
-    """All legal divisions, the preferred ones first: nothing is divided, experts are, layers are; each with the smallest rollout groups
-    first, because data parallelism beats tensor parallelism there, but before them with an engine that reads the parameters that learn.
-    With each, whether it is meant only if the engine does so, without a copy."""
+    """Yield all legal divisions, the preferred ones first: nothing is divided, then experts are, then layers are; for each the smallest
+    rollout groups first, because data parallelism beats tensor parallelism there, but before them an engine that reads the trained
+    parameters. The flag says that a division is meant only for an engine that does so, without a copy."""
     rollout = config.rollout.tensor_parallel
     for of_layers, of_experts in dict.fromkeys(pairs_of_sizes(config, facts, within)):
         usual = unless_auto(rollout, of_layers) if facts.rollout else of_layers
@@ -94,9 +94,9 @@ def ways_to_divide(config: Config, facts: Facts, within: int) -> Iterator[tuple[
 
 
 def pairs_of_sizes(config: Config, facts: Facts, within: int) -> Iterator[tuple[int, int]]:
-    """Among how many workers layers and experts may be divided, the preferred pairs first: last those whose groups reach over machines.
-    Members that divide layers have some of the experts whole where the number of experts allows it, as in rollouts, because products of
-    parts are narrow; else a part of each."""
+    """Yield pairs of the numbers of workers that may share layers and experts, the preferred pairs first: last those whose groups span
+    machines. If the number of experts allows it, members that share layers have some of the experts whole, as in rollouts, because products
+    of parts are narrow; else each has a part of all experts."""
     tensor, experts = config.train.tensor_parallel, config.train.expert_parallel
     yield unless_auto(tensor, 1), unless_auto(experts, 1)
     found = list[tuple[int, int]]()
@@ -111,9 +111,9 @@ def pairs_of_sizes(config: Config, facts: Facts, within: int) -> Iterator[tuple[
 
 
 def tensor_sizes(config: Config, facts: Facts, within: int, *, whole_experts: bool = False) -> list[int]:
-    """Sizes that the layers of all roles without sizes of their own may be divided into, and that leave as many workers with the same part
-    as other keys need. `whole_experts`: sizes with which each member has some experts whole, where the actor has experts and rollouts
-    may have them so, too."""
+    """Return the sizes into which the layers of all roles without sizes of their own may be divided, and that leave as many workers with
+    the same part as other keys need. `whole_experts`: sizes with which each member has some experts whole, if the actor has experts and
+    rollouts may have them whole, too."""
     workers, shard, roles = facts.sharding.workers, config.train.shard, followers(config, facts)
     group = {"full": 2, "hybrid": config.train.shard_size or 2}.get(shard, 1)
 
@@ -130,7 +130,7 @@ def tensor_sizes(config: Config, facts: Facts, within: int, *, whole_experts: bo
 
 
 def expert_sizes(config: Config, facts: Facts) -> list[int]:
-    """Sizes that experts may be divided into, of all roles that have some and no sizes of their own."""
+    """Return the sizes into which the experts may be divided of all roles that have some and have no sizes of their own."""
     roles, workers = followers(config, facts), facts.sharding.workers
     counts = [set(legal_expert_sizes(model.shape, workers)) for model in roles.values() if expert_counts(model.shape)]
     actor = facts.roles.get("actor")
@@ -140,28 +140,28 @@ def expert_sizes(config: Config, facts: Facts) -> list[int]:
 
 
 def reaches_beyond(config: Config, facts: Facts, pair: tuple[int, int], within: int) -> bool:
-    """Whether groups that `auto` would make so reach over machines: of workers that divide layers or experts, or, where sizes of [train]
-    or of roles say how many share micro-batches, of these with all parts of the layers."""
+    """Return whether `auto` would make groups that span machines: of workers that share layers or experts, or, if [train] or roles set the
+    number of workers that share micro-batches, of these with all parts of the layers."""
     tensor, experts = pair
     given = {given_settings(config, role)["sequence_parallel"] for role in followers(config, facts)} - {"auto"}
-    groups = [experts, *(tensor * size for size in given if within % size == 0)]  # others reach over machines anyway
+    groups = [experts, *(tensor * size for size in given if within % size == 0)]  # other groups span machines anyway
     return any(within % size for size in groups)
 
 
 def followers(config: Config, facts: Facts) -> dict[str, RoleFacts]:
-    """The roles that are divided as [train] says. One with a size of its own, of layers or of experts, is not (`Division.of`)."""
+    """Return the roles that are divided as [train] says: those without a size of their own, of layers or of experts (`Division.of`)."""
     return {role: model for role, model in facts.roles.items() if own_sizes(config, role) == (None, None)}
 
 
 def why_undivided(config: Config, *, sampled: bool) -> str | None:
-    """Why `auto` divides no model; None: it may."""
+    """Return why `auto` divides no model; None: it may."""
     if sampled and config.rollout.engine != "native":
         return f'rollout.engine = "{config.rollout.engine}" samples from a whole model'
     return next((f"{key} is set" for key in UNDIVIDED if value_of(config, key) is True), None)
 
 
 def divided(config: Config, facts: Facts, way: Division) -> Facts:
-    """The facts of a worker where whole models are divided so, or as roles have it that have sizes of their own."""
+    """Return the facts of a worker if whole models are divided in this way; roles with sizes of their own keep these."""
     sizes = {role: way.of(config, role) for role in facts.roles}
     of_all = sizes.get("actor") or next(iter(sizes.values()), RoleSizes(way.tensor, way.experts))
     sharding = replace(facts.sharding, workers=facts.sharding.workers // of_all.tensor, experts=of_all.apart)
@@ -180,7 +180,8 @@ def divided(config: Config, facts: Facts, way: Division) -> Facts:
 
 
 def other_experts(config: Config, facts: Facts, way: Division) -> bool:
-    """Whether workers that sample together divide experts in another way than those that learn, with as many of them for a layer."""
+    """Return whether workers that sample together divide experts in another way than those that train, although as many workers share a
+    layer."""
     learning = way.tensor > 1 and way.experts > 1 and bool(expert_counts(facts.actor.shape))
     return whole_experts_in_rollouts(config.rollout.expert_parallel, way.rollout, way.tensor, way.experts, facts.actor.shape) != learning
 
@@ -203,7 +204,7 @@ def division_in_words(
     config: Config, facts: Facts, chosen: Division, autos: Collection[str], tried: Mapping[Division, Fit], instead: str = "",
     *, within: int = 1,
 ) -> Iterator[str]:  # fmt: skip
-    """A line for each size that `auto` has chosen. `instead`: why, if not because it is the first that fits."""
+    """Yield a line for each size that `auto` has chosen. `instead`: the reason, if it is not the first that fits."""
     beyond = f"; {BEYOND}" if chosen in tried and reaches_beyond(config, facts, (chosen.tensor, chosen.experts), within) else ""
     before = [(way, fit.why_not) for way, fit in tried.items() if way != chosen and fit.why_not]
     learns = not evaluates(facts)
@@ -222,6 +223,6 @@ def division_in_words(
 
 
 def reason(shortages: Sequence[str], size: int, otherwise: str, beyond: str = "") -> str:
-    """Why a size was chosen: what is short with a smaller one, if there was one to try. `beyond`: what is to be said of a group that
-    reaches over machines."""
+    """Return why a size was chosen: the shortage with a smaller one, if one was tried. `beyond`: words to add about a group that spans
+    machines."""
     return (f"with fewer, {shortages[-1]}" if size > 1 and shortages else otherwise) + (beyond if size > 1 else "")

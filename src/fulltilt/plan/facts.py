@@ -1,8 +1,8 @@
-"""The facts that a plan is made from: hardware, data, and what each role's model takes of memory.
+"""The facts that a plan is made from: hardware, data, and the memory of each role's model.
 
 Enters: shapes, or the tables of loaded models. Leaves: `RoleFacts` and `Facts`, frozen. Guaranteed: neither torch nor a model is needed:
-what is not measured follows from the models' shapes, and facts that a loaded model has measured take the place of computed ones. Bytes
-of micro-batches are estimates of the most that a worker takes. Nothing is decided here.
+unmeasured facts follow from the models' shapes, and those that a loaded model has measured replace them. Bytes of micro-batches are
+estimates of the most that a worker takes. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from fulltilt.parallel.portions import Adapters, portion_sizes
 from fulltilt.schema import Config
 from fulltilt.shape import WHOLE_LAYERS, LayerDivision, Recompute, Shape
 
-ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
+ACTIVATION_MARGIN = 1.055  # factor of the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """A role's model, as far as its memory goes."""
+    """Facts of a role's model that its memory depends on."""
 
     shape: Shape
     parameter_bytes: int
-    trained: int = 0  # numbers that learn; 0: the role does not
-    itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
+    trained: int = 0  # numbers that are trained; 0: the role is not
+    itemsize: int = 2  # bytes of a number in computation; below 4, master weights are kept as well
     fused: bool = False  # whether its layers run fused
     vocabulary_head: bool = True  # False: a critic or a reward model
-    sizes: Sizes = ()  # what its parameters have, where the model is loaded
-    division: LayerDivision = WHOLE_LAYERS  # how workers divide its layers; `shape` is that of whole ones
-    adapters: Adapters | None = None  # that learn in place of its other parameters, where the model is not loaded
+    sizes: Sizes = ()  # sizes of its parameters, if the model is loaded
+    division: LayerDivision = WHOLE_LAYERS  # how workers divide its layers; `shape` describes whole ones
+    adapters: Adapters | None = None  # adapters that are trained in place of its other parameters, if the model is not loaded
 
     @staticmethod
     def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:
-        """The facts of a model that is not loaded."""
+        """Return the facts of a model that is not loaded."""
         scalar = role in ("critic", "reward_model")
         counts = shape.parameters_by_kind()
         count = sum(counts.values()) + (shape.width + 1 - counts["head"] if scalar else 0)
@@ -57,14 +57,15 @@ class RoleFacts:
         return RoleFacts(shape, held, trained, itemsize, fused, vocabulary_head=not scalar, adapters=adapters)
 
     def part(self, parts: int, experts: int = 1, *, whole_experts: bool = False) -> RoleFacts:
-        """The facts of a worker that has one of so many parts of every layer, or of the experts, of the model, which is not loaded.
-        `whole_experts`: of every layer, but some of the experts whole. The worker is the first of its group, which holds most."""
+        """Return the facts of a worker that has one of `parts` parts of every layer, or one of `experts` parts of the experts, of a model
+        that is not loaded. `whole_experts`: a part of every layer, but some of the experts whole. The worker is the first of its group,
+        which holds most."""
         if experts > 1:
             return self.with_experts(experts)
         return self._divided(LayerDivision(parts, whole_experts=whole_experts)) if parts > 1 else self
 
     def with_experts(self, size: int) -> RoleFacts:
-        """The facts of a worker that has one of `size` parts of the experts, of a model that is not loaded."""
+        """Return the facts of a worker that has one of `size` parts of the experts, of a model that is not loaded."""
         return self._divided(LayerDivision(experts=size)) if size > 1 and expert_counts(self.shape) else self
 
     def _divided(self, division: LayerDivision) -> RoleFacts:
@@ -77,7 +78,7 @@ class RoleFacts:
         return replace(self, shape=shape, division=division, sizes=sizes, **of_part)  # type: ignore[arg-type]
 
     def held(self, sharding: Sharding) -> Holdings:
-        """What a worker holds of it in an update."""
+        """Return the bytes that a worker holds of the model in an update."""
         return held_bytes(self.known_sizes, sharding)
 
     @cached_property
@@ -85,12 +86,13 @@ class RoleFacts:
         return self.sizes or tuple(self._evenly())
 
     def _evenly(self) -> Iterator[ParameterSize]:
-        """Sizes for a model that is not loaded: layers of equal size, over which adapters are spread, and the embedding and the head."""
+        """Yield sizes for a model that is not loaded: layers of equal size, over which adapters are spread, and the embedding and the
+        head."""
         count, layers = self.parameter_bytes // self.itemsize, len(self.shape.layers)
         tables = 1 if self.shape.tied or not self.vocabulary_head else 2
         outside = min(count, tables * self.shape.vocabulary * self.shape.width)
         each, rest = divmod(count - outside, layers)
-        adapted = each if self.trained >= count else min(each, self.trained // layers)  # numbers of a layer that learn
+        adapted = each if self.trained >= count else min(each, self.trained // layers)  # numbers of a layer that are trained
         for layer, numbers in [(None, outside + rest), *((layer, each) for layer in range(layers))]:
             learned = adapted if layer is not None else min(numbers, self.trained - layers * adapted)
             for own, learns in ((learned, True), (numbers - learned, False)):
@@ -98,13 +100,15 @@ class RoleFacts:
                     yield ParameterSize((own,), self.itemsize, learns, layer)
 
     def kept_bytes(self, keys: Mapping[str, Any]) -> int:
-        """Bytes that a token of a micro-batch holds until its backward pass; one of a member's own, where members divide layers."""
+        """Return the bytes that a token of a micro-batch holds until its backward pass; one of a member's own tokens, if members share
+        layers."""
         kept = self.shape.kept_bytes(self.itemsize, fused=self.fused, recompute=recomputing(keys), division=self.division)
         return int(ACTIVATION_MARGIN * kept)
 
     def working_bytes(self, keys: Mapping[str, Any]) -> int:
-        """Bytes that it holds beside them when the backward pass begins: a layer's gradients, about as large as what the layer keeps, and
-        everything that is computed again of the last unit. After a last layer that kept everything, units need less than it gave back."""
+        """Return the bytes of a token that the start of the backward pass holds beside the kept ones: a layer's gradients, about as large
+        as what the layer keeps, and everything that is computed again of the last unit. After a last layer that kept everything, units need
+        less than it has freed."""
         layers = self.shape.layers
         units = recomputing(keys).units(len(layers))
         again = max(map(len, units)) if units and units[-1].stop == len(layers) else 0
@@ -113,18 +117,18 @@ class RoleFacts:
         return int(ACTIVATION_MARGIN * largest * (1 + again))
 
     def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
-        """About the most bytes that a micro-batch takes of which a worker has `tokens` tokens. The head is done before the layers' backward
+        """Return about the most bytes of a micro-batch of which a worker has `tokens` tokens. The head is done before the layers' backward
         pass begins; each member of a group has a part of the logits of all tokens."""
         of_head = self.head_bytes(tokens * self.division.members, keys, entropy_gradient)
         return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
 
     def forward_bytes(self, tokens: int, keys: Mapping[str, Any]) -> int:
-        """About the most bytes that a pass of `tokens` tokens without gradient takes: those of a layer, or of the head."""
+        """Return about the most bytes of a pass of `tokens` tokens without gradient: those of a layer, or of the head."""
         largest = max((self.shape.layer_bytes(layer, self.itemsize, fused=self.fused) for layer in set(self.shape.layers)), default=0)
         return max(int(ACTIVATION_MARGIN * largest * tokens), self.head_bytes(tokens, keys, entropy_gradient=False))
 
     def head_bytes(self, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
-        """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
+        """Return the most bytes of the vocabulary head's temporaries, if all tokens are trained on."""
         if not self.vocabulary_head:
             return 0
         given = (keys.get("fused_head", True), keys.get("entropy_chunk"), keys.get("entropy_recompute", True))
@@ -135,14 +139,14 @@ class RoleFacts:
 
 @dataclass(frozen=True, order=True)
 class RoleSizes:
-    """Among how many workers the model of a role is divided."""
+    """Numbers of workers among which the model of a role is divided."""
 
-    tensor: int = 1  # each layer
-    experts: int = 1  # with layers divided, too, it is 1 or the same number: members have some experts whole, or parts of all
+    tensor: int = 1  # workers that share each layer
+    experts: int = 1  # workers that share the experts; beside shared layers, 1 (parts of all experts) or the same number (some whole)
 
     @property
     def apart(self) -> int:
-        """Among how many workers experts are divided that send tokens to one another."""
+        """Number of workers that share the experts and send tokens to one another."""
         return self.experts if self.tensor == 1 else 1
 
 
@@ -152,39 +156,39 @@ def recomputing(keys: Mapping[str, Any]) -> Recompute:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that a plan is made from, beside the configuration. None: not measured, and computed from the actor's shape."""
+    """Everything that a plan is made from, beside the configuration. None: not measured, so computed from the actor's shape."""
 
     device: str  # "cuda" or "cpu"
     device_bytes: int  # memory of the device; 0 on a CPU
     host_bytes: int  # free memory of the host
-    roles: Mapping[str, RoleFacts]  # the roles that have a model of their own: the actor and others, or one that has workers of its own
+    roles: Mapping[str, RoleFacts]  # the roles that have a model of their own: the actor and others, or one role with workers of its own
     longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
     steps_per_epoch: int
     rollout: bool = True  # False: nothing is sampled
-    cores: int = 1  # that torch would use if left alone
-    threads_given: bool = False  # by OMP_NUM_THREADS
+    cores: int = 1  # CPU threads that torch would use by default
+    threads_given: bool = False  # whether OMP_NUM_THREADS sets the number of threads
     processors: int = footprint.PROCESSORS  # multiprocessors of the device
-    free_bytes: int | None = None  # on the device, with models and optimizers in place
+    free_bytes: int | None = None  # free memory of the device, with models and optimizers in place
     kv_bytes_per_token: int | None = None
-    decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
+    decode_bytes: int | None = None  # memory of decoding `most_seqs` samples at once, beside the KV cache
     not_captured: str | None = None  # why no CUDA graph can hold the model, as far as is known
     layers: str = ""  # whether the roles' layers run fused, in words
-    sharding: Sharding = UNSHARDED  # what workers share out, those with the same part of the models
-    parts: int = 1  # among how many workers each layer is divided
-    rollout_parts: int = 1  # the same, of the model that an engine reads
-    copy_bytes: int = 0  # parameters of a model for the engine that is divided in another way than the actor
-    within: int | None = None  # a number that sizes of groups divide that are on one machine; None: all workers are on one
-    division: tuple[str, ...] = ()  # among how many workers `auto` has divided models, and why, in words
+    sharding: Sharding = UNSHARDED  # how workers with the same part of the models shard their states
+    parts: int = 1  # number of workers that share each layer
+    rollout_parts: int = 1  # number of workers that share each layer of the model that an engine reads
+    copy_bytes: int = 0  # parameters of an engine's copy that is divided in another way than the actor
+    within: int | None = None  # a number that the sizes of groups on one machine divide; None: all workers are on one machine
+    division: tuple[str, ...] = ()  # how `auto` has divided the models, and why, in words
     divisions: Mapping[str, RoleSizes] = field(
         default_factory=dict
     )  # roles that are divided in another way than `parts` and `sharding` say
 
     def parts_of(self, role: str) -> int:
-        """Among how many workers each layer of a role's model is divided."""
+        """Return the number of workers that share each layer of a role's model."""
         return self.divisions[role].tensor if role in self.divisions else self.parts
 
     def sharding_of(self, role: str) -> Sharding:
-        """What the workers with the same part of a role's model share out."""
+        """Return the sharding among the workers with the same part of a role's model."""
         if role not in self.divisions:
             return self.sharding
         own = self.divisions[role]
@@ -197,7 +201,7 @@ class Facts:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes that an engine's model takes beside the actor, and the buffer that its new values come through."""
+        """Bytes that an engine's model takes beside the actor, with the buffer that its new values pass through."""
         sharding, sizes = self.sharding, self.actor.known_sizes
         if not self.copy_bytes:
             return rollout_bytes(sizes, sharding)
@@ -209,18 +213,18 @@ class Facts:
 
     @property
     def largest_work(self) -> RoleFacts:
-        """The role that these workers spend most of their time with."""
+        """The role that takes most of these workers' time."""
         return self.roles["actor"] if "actor" in self.roles else next(iter(self.roles.values()))
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values that a worker has, which samples with `rollout_parts` others."""
+        """Bytes of a token's keys and values on a worker that samples in a group of `rollout_parts`."""
         if self.kv_bytes_per_token is not None:
             return self.kv_bytes_per_token
-        parts, itemsize = self.rollout_parts, self.actor.itemsize  # heads beyond their number are copies
+        parts, itemsize = self.rollout_parts, self.actor.itemsize  # beyond the number of key heads, parts are copies
         return sum(2 * max(1, layer.key_heads // parts) * layer.head_width * itemsize for layer in self.actor.shape.layers)
 
 
 def evaluates(facts: Facts) -> bool:
-    """Whether nothing learns from the actor, as far as its model is known."""
+    """Return whether the actor is not trained, as far as its model is known."""
     return "actor" in facts.roles and not facts.actor.trained

@@ -1,8 +1,8 @@
-"""The plan: every derived number of a run, worked out before its first step and printed once, in words.
+"""The plan: every derived number of a run, computed before its first step and printed once, in words.
 
 Enters: the configuration and one record of facts about hardware, models and data. Leaves: a frozen `Plan`. Guaranteed: neither torch nor a
-model is needed; a number that the user set is taken as it is or refused with the reason; `auto` becomes a number in this package and
-nowhere else; the numbers that execution depends on (`budgets`) go into every checkpoint.
+model is needed; a number that the user set is kept or refused with the reason; `auto` becomes a number in this package and nowhere else;
+the numbers that execution depends on (`budgets`) go into every checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.words import in_bytes
 
-SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
+SAMPLE_BYTES = 1024  # least host memory that a sample takes, whatever its length
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Plan:
     budgets: Budgets
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
-    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # as those of `RolePlan`
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)  # the reasons of `RolePlan`
 
     def beside(self, other: Plan) -> Plan:
-        """The plan of a run in which other workers, with the other plan, have roles that these do not."""
+        """Return the plan of a run in which other workers, with the other plan, have roles that these do not."""
         budgets = {name: getattr(other.budgets, name) for role in other.roles for name in OWN_BUDGETS[role]}
         together = replace(self, budgets=replace(self.budgets, **budgets), roles={**self.roles, **other.roles})
         return replace(together, words=(*self.words, *other.words), reasons={**self.reasons, **other.reasons})
@@ -48,8 +48,8 @@ def plan_of(
     model: Shape | Mapping[str, Any] | str | Path, config: Config, *, device: str, device_bytes: int, host_bytes: int, longest: int,
     roles: Collection[str] = ("actor",), steps_per_epoch: int = 1, **more: Any,
 ) -> Plan:  # fmt: skip
-    """The plan of a run whose model is not loaded: a shape, the contents of a config.json, or a folder that has one. `roles`: those of the
-    run that have a model of their own, all of this shape; `more`: other fields of `Facts`."""
+    """Return the plan of a run whose model is not loaded: a shape, the contents of a config.json, or a folder that has one. `roles`: the
+    run's roles that have a model of their own, all of this shape; `more`: other fields of `Facts`."""
     shape = model if isinstance(model, Shape) else Shape.from_config(model) if isinstance(model, Mapping) else Shape.read(model)
     found = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role in roles}
     facts = Facts(device, device_bytes, host_bytes, found, longest, steps_per_epoch, **more)
@@ -58,7 +58,7 @@ def plan_of(
 
 
 def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None, roles: RolePlan | None = None) -> Plan:
-    """The plan of a run; `kept` are the budgets of the checkpoint it resumes from. `roles`: given where they run already."""
+    """Return the plan of a run. `kept`: the budgets of the checkpoint that it resumes from. `roles`: the plan of roles that run already."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     if "actor" in facts.roles:
@@ -77,7 +77,7 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
         budgets, changed = keep_budgets(config, facts, memory, budgets, kept)
     if facts.rollout:
         check_cache(config, facts, memory, budgets.kv_blocks)
-    # Budgets may have changed since roles were planned: by what updates take, or to those of the checkpoint.
+    # Budgets may have changed since roles were planned: by the measured costs of updates, or to those of the checkpoint.
     of_updates = {role: getattr(budgets, KEPT_AS[role]) for role in facts.roles if role in KEPT_AS}
     roles = replace(roles, reasons={**roles.reasons, **budget_reasons(config, facts.device, of_updates, kept)})
     steps = count_steps(config, facts.steps_per_epoch)
@@ -90,8 +90,8 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
 
 
 def check_context(config: Config, longest_read: int, limit: int | None, *, rollout: bool, whose: str = "the model") -> None:
-    """`longest_read`: tokens of the longest prompt, or of the longest row for SFT. `limit`: positions that the model, or another that reads
-    whole samples, was made for."""
+    """Refuse samples that are longer than the model's context. `longest_read`: tokens of the longest prompt, or of the longest row for SFT.
+    `limit`: positions that the model, or another that reads whole samples, was made for."""
     response = longest_response(config) if rollout else 0
     longest = longest_read + response
     if limit is None or longest <= limit:

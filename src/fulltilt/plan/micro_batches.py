@@ -1,8 +1,7 @@
-"""Tokens of an update's micro-batches: what `auto` gives before anything is measured, and what it makes of the measured costs.
+"""Tokens of an update's micro-batches: the budgets that `auto` chooses before anything is measured, and after updates are measured.
 
-Enters: facts, decisions, and the costs that updates were measured to have. Leaves: a token budget for each role that learns. Guaranteed: a
-budget that the user set is taken as it is; one by `auto` fits the memory that is left, by formula or by measurement, as far as a smaller
-one would help.
+Enters: facts, decisions, and the measured costs of updates. Leaves: a token budget for each role that is trained. Guaranteed: a budget that
+the user set is kept; one by `auto` fits the free memory, by formula or by measurement, as far as a smaller one would help.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from fulltilt.records import UpdateCosts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes, many
 
-# What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
+# Values of `auto` before anything is measured: large on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
-ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
+ENLARGED = 4  # largest factor by which `auto` enlarges the token budget of a small model
 # Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
-# took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
+# took 0.13 s for 16384 tokens of 135 million parameters, 10% of the FLOPs that it reaches in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
 BUDGET_SHARE = 0.5  # share of the memory left on the device that an enlarged micro-batch may take
-LEAST_BUDGET = 1024  # tokens, below which `auto` does not go
-HEADROOM = 0.15  # share of an update's memory that a micro-batch leaves free which takes more than was foreseen, or is larger than planned
-AS_FORESEEN = 1.03  # times the bytes that were foreseen, up to which a measurement agrees with them
-# Of the seconds that a micro-batch's tokens take the device, those that the host may take for its launches before `auto` gives it more: it
-# launches ahead, and the device waits only where it falls behind.
+LEAST_BUDGET = 1024  # least tokens that `auto` chooses
+HEADROOM = 0.15  # free share of an update's memory, for a micro-batch that takes more than was foreseen, or is larger than planned
+AS_FORESEEN = 1.03  # factor of the foreseen bytes up to which a measurement agrees with them
+# Share of the device's seconds for a micro-batch's tokens that the host's launches may take before `auto` enlarges the budget: the host
+# launches ahead, and the device waits only when the host falls behind.
 WAITING = 3 / 4
 WHY_MORE = "with fewer tokens of so small a model the device would wait"
 WHY_KEPT = "as in the checkpoint that the run resumes from"
@@ -37,7 +36,7 @@ WHY_FEWER = "more would not fit into the device's memory"
 
 
 def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:
-    """Tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, where that is given."""
+    """Return the tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, if that is given."""
     given, usual = config.actor.token_budget, TOKEN_BUDGET[device]
     if role == "actor":
         return unless_auto(given, budgets.get("actor", usual))
@@ -45,8 +44,8 @@ def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, 
 
 
 def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int], sharing: int) -> int:
-    """Tokens that a worker has of the largest micro-batch of an update, of which `sharing` workers compute a part each, or as many groups
-    that divide layers: the members of such a group have a part of its tokens each between the layers."""
+    """Return the tokens that a worker has of the largest micro-batch of an update. Of a micro-batch, `sharing` workers compute a part each,
+    or as many groups of workers that share layers: the members of such a group have a part of its tokens each between the layers."""
     section = config.critic if role == "critic" else config.actor
     longest, members = -(-longest_row(config, facts) // sharing), facts.parts_of(role)
     if not section.dynamic_batch and section.micro_batch:
@@ -55,10 +54,10 @@ def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping
 
 
 def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> int:
-    """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take only a part of the memory
-    that is left, with everything kept for the backward pass that may be kept; fewer where they do not fit with the least that may be."""
+    """Return the tokens of a role's micro-batch if the user gave no number: more for a small model, as long as they take only a part of the
+    free memory with everything kept for the backward pass that may be kept; fewer if they do not fit with as little kept as possible."""
     tokens, model, given = update_budget(config, facts.device, role, {}), facts.roles[role], made.keys[role]
-    if given["offload_activations"] is True:  # by hand: they have to fit the host
+    if given["offload_activations"] is True:  # offloaded by hand: activations have to fit the host
         return tokens
     all_kept = given["recompute"] in ("auto", "none")
     autos = {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}
@@ -82,8 +81,8 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
 def budget_reasons(
     config: Config, device: str, budgets: Mapping[str, int], kept: Mapping[str, Any] | None = None
 ) -> dict[tuple[str, str], str]:
-    """Why `auto` gave a role's updates other than the usual number of tokens, by role and key; empty where it did not. `kept`: the budgets
-    of the checkpoint that the run resumes from."""
+    """Return why `auto` chose another number of tokens than the usual one for a role's updates, by role and key; an empty string if it did
+    not. `kept`: the budgets of the checkpoint that the run resumes from."""
     found = {}
     for role, tokens in budgets.items():
         section, usual = getattr(config, role), update_budget(config, device, role, {})
@@ -94,8 +93,8 @@ def budget_reasons(
 
 
 def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:
-    """About the bytes that a micro-batch takes of the device with all recompute and offload of activations that `auto` may choose; of what
-    is on its way to the host, a layer's are there."""
+    """Return about the bytes of the device that a micro-batch takes with all recompute and offload of activations that `auto` may choose;
+    one layer's activations are still on the device while they move to the host."""
     keys, own = {**given, "recompute": "full" if given["recompute"] == "auto" else given["recompute"]}, -(-tokens // model.division.members)
     found = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef))
     layers = len(model.shape.layers)
@@ -103,13 +102,13 @@ def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Map
 
 
 def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mapping[str, UpdateCosts]) -> RolePlan:
-    """The roles with token budgets that fit what their updates were measured to take: where that is more than was foreseen, no more than
-    leaves `HEADROOM` of the memory free in the largest micro-batch there may be; and where seconds were measured, enough that the device
-    seldom waits for the host. Where memory ran out, a micro-batch of as many tokens does not fit."""
+    """Return the roles with token budgets that fit the measured costs of their updates: if an update takes more than was foreseen, no more
+    than leaves `HEADROOM` of the memory free in the largest possible micro-batch; and if seconds were measured, enough that the device
+    seldom waits for the host. If memory ran out, a micro-batch with as many tokens does not fit."""
     made = Decisions({role: vars(own) for role, own in roles.settings.items()})
     budgets, words = dict(roles.budgets), list(roles.words)
     for role, own in costs.items():
-        if own.ran_out_at is not None or not made.keys[role]["offload_activations"]:  # with it they have to fit the host
+        if own.ran_out_at is not None or not made.keys[role]["offload_activations"]:  # offloaded activations have to fit the host
             budgets[role] = budget_by_costs(config, facts, made, role, own, update_budget(config, facts.device, role, budgets))
         if own.token_bytes is not None or own.token_s is not None:
             words.append(costs_in_words(config, facts, made, role, own, budgets))
@@ -124,7 +123,7 @@ def budget_by_costs(config: Config, facts: Facts, made: Decisions, role: str, co
         if costs.ran_out_at is not None and tokens >= costs.ran_out_at:
             return False
         foreseen = facts.roles[role].update_bytes(tokens, made.keys[role], entropy_gradient=bonus)
-        # What takes no more than the plan has foreseen needs no more than the room that the plan has left.
+        # A micro-batch that takes no more than was foreseen needs only the room that the plan has left for it.
         return taken <= (1 - HEADROOM) * left or (budget <= planned and taken <= AS_FORESEEN * foreseen <= AS_FORESEEN * left)
 
     def waits(budget: int) -> bool:
@@ -138,14 +137,14 @@ def budget_by_costs(config: Config, facts: Facts, made: Decisions, role: str, co
     tokens, most = planned, max(planned, ENLARGED * update_budget(config, facts.device, role, {}))
     while costs.ran_out_at is None and 2 * tokens <= most and waits(tokens) and fits(2 * tokens):
         tokens *= 2
-    # The longest sample is as long in a smaller budget: where it does not fit alone, the others would only wait in more micro-batches.
+    # The longest sample is as long with a smaller budget: if it does not fit alone, the others would only be split into more micro-batches.
     while tokens > LEAST_BUDGET and not fits(tokens) and largest(tokens // 2) < largest(tokens):
         tokens //= 2
     return tokens
 
 
 def largest_bytes(config: Config, facts: Facts, made: Decisions, role: str, costs: UpdateCosts, budget: int) -> tuple[int, int]:
-    """Tokens of the largest micro-batch that there may be with a budget, and the bytes that it takes."""
+    """Return the tokens of the largest possible micro-batch with a budget, and its bytes."""
     tokens = micro_batch_tokens(config, facts, role, {role: budget}, made.sequence(role))
     bonus = bool(config.algorithm.entropy_coef)
     measured = costs.bytes(tokens)

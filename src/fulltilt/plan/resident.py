@@ -1,8 +1,8 @@
-"""What is on a device beside micro-batches and KV cache: parameters, gradients and optimizers, in each phase and while roles are loaded.
+"""Memory of a device beside micro-batches and KV cache: parameters, gradients and optimizers, in each phase and while roles are loaded.
 
-Enters: facts, and what is decided about offloads so far. Leaves: bytes on one worker's device, and what they leave to an update.
-Guaranteed: what a worker holds is counted as parallel/holdings.py has it; what `auto` has not decided yet counts as staying on the device;
-roles that do not fit while they are loaded are refused with the ways that would help.
+Enters: facts, and the decisions about offloads so far. Leaves: bytes on one worker's device, and the bytes that are left for an update.
+Guaranteed: the bytes of a worker are those of parallel/holdings.py; undecided `auto` counts as staying on the device; roles that do not fit
+while they are loaded are refused with the settings that would help.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fulltilt.schema import Config
 from fulltilt.words import either, in_bytes
 
 SLACK = 1 / 16  # share of the device for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
-KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
-STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
+KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory that the cache gets if it stays during the update
+STREAMED = 3 * (256 << 20)  # most bytes on the device of an optimizer that is offloaded to the host: the slots of memory/offload.py
 
 
 def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str | None) -> int:
-    """Bytes of parameters, gradients and optimizers on the device while a role is updated; None: in a rollout."""
+    """Return the bytes of parameters, gradients and optimizers on the device while a role is updated; None: in a rollout."""
     return sum(role_resident(keys, facts, role, updated) for role in facts.roles)
 
 
@@ -32,7 +32,7 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     sharding = facts.sharding_of(role)
     held, shared = model.held(sharding), sharding.parameters
-    # In a rollout an engine that reads a copy of the actor needs nothing else.
+    # In a rollout, an engine with a copy of the actor needs no other role.
     at_work = updated or ("" if facts.samples_from_copy else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # those of shards come with a pass
@@ -43,13 +43,13 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
 
 
 def most_resident(made: Decisions, facts: Facts) -> int:
-    """The most bytes of parameters, gradients and optimizers on the device in any update; where no role learns, of parameters."""
+    """Return the most bytes of parameters, gradients and optimizers on the device in any update; of parameters, if no role is trained."""
     trained: list[str | None] = [role for role, model in facts.roles.items() if model.trained]
     return max(resident(made.keys, facts, role) for role in trained or [None])
 
 
 def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
-    """The most bytes that a role brings to the device when its phase comes: parameters that were away, gradients that were not there."""
+    """Return the most bytes that a role brings to the device when its phase starts: offloaded parameters, and gradients."""
     if facts.device != "cuda" or not any(model.trained for model in facts.roles.values()):
         return 0
     keys = {role: vars(settings[role]) for role in facts.roles}
@@ -57,14 +57,14 @@ def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
 
 
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
-    """Bytes of the device beside what is resident in a role's update."""
+    """Return the bytes of the device beside the resident ones in a role's update."""
     left = int((1 - SLACK) * facts.device_bytes) - resident(made.keys, facts, role)
     return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[facts.device]))
 
 
 def loading_order(facts: Facts) -> dict[str, int]:
-    """About the bytes on the device while each role is loaded, in the order in which roles are loaded: where parameters are shared out,
-    first the roles that take most in addition to what stays of them."""
+    """Return about the bytes on the device while each role is loaded, in the order of loading: if parameters are sharded, first the roles
+    whose loading takes most in addition to what stays of them."""
     found, before = dict[str, int](), 0
     taken = {role: loading_of(facts, role) for role in facts.roles}
     for role in sorted(taken, key=lambda role: taken[role][1] - taken[role][0]):
@@ -75,22 +75,22 @@ def loading_order(facts: Facts) -> dict[str, int]:
 
 
 def loading_of(facts: Facts, role: str) -> tuple[int, int]:
-    """About the most bytes that loading a role takes, and the bytes that stay. A worker reads only its part of a model, unless it needs the
-    whole anyway, as an engine does that samples alone."""
+    """Return about the most bytes that loading a role takes, and the bytes that stay. A worker reads only its part of a model, unless it
+    needs the whole anyway, like an engine that samples alone."""
     model, sampled = facts.roles[role], role == "actor" and facts.rollout
     copied = facts.copy_bytes if sampled else 0
     sharding = facts.sharding_of(role)
     if not sharding.parameters:
         return (model.parameter_bytes + copied,) * 2
     stays = sampled and not copied
-    cut_from_whole = sampled and facts.rollout_parts == 1  # the whole is the engine's, and a part of it is there until it is shared out
+    cut_from_whole = sampled and facts.rollout_parts == 1  # the engine has the whole, and a part of it is there until it is sharded
     most = loading_bytes(model.known_sizes, sharding, model.itemsize, fused=model.fused, stays=stays or cut_from_whole)
     twin = twin_bytes(model.known_sizes, sharding) if stays else copied
     return most + copied, model.held(sharding).parameters + twin
 
 
 def most_while_loading(facts: Facts) -> tuple[str, int]:
-    """The role at whose loading the device has to hold most, and the bytes."""
+    """Return the role whose loading takes most of the device's memory, and the bytes."""
     return max(loading_order(facts).items(), key=lambda item: item[1])
 
 

@@ -1,7 +1,7 @@
-"""How each role runs: offloads, workers that share its micro-batches, recompute and activations, decided in this order.
+"""Settings of each role: offloads, workers that share its micro-batches, recompute and activations, decided in this order.
 
-Enters: the configuration, facts, and the budgets of a checkpoint. Leaves: a `RolePlan`, in which no `auto` is left. Guaranteed: what is
-decided depends on all memory that the device has and not on what happens to be free there; what goes to the host fits there, or is refused.
+Enters: the configuration, facts, and the budgets of a checkpoint. Leaves: a `RolePlan`, in which no `auto` is left. Guaranteed: decisions
+depend on the whole memory of the device and not on what happens to be free there; offloads that do not fit the host are refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fulltilt.words import in_bytes, many
 
 
 def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
-    """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
-    so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
+    """Return the settings of every role. `auto` depends on the whole memory of the device and not on what happens to be free there, so that
+    a resumed run decides the same. `kept`: the budgets of its checkpoint, which the rest must fit."""
     made = given_decisions(config, facts)
     check_layers(facts, made)
     trained = [role for role, model in facts.roles.items() if model.trained]
@@ -45,7 +45,8 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
 
 
 def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:
-    """The least recompute that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
+    """Choose the least recompute that fits; if none fits, activations are offloaded to the host. Activations that the user offloads must
+    fit the host."""
     keys, model = made.keys[role], facts.roles[role]
     tokens = micro_batch_tokens(config, facts, role, budgets, made.sequence(role))
     left, bonus = left_for_update(config, made, facts, role), bool(config.algorithm.entropy_coef)
@@ -62,12 +63,12 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
 
     level = keys["recompute"]
     if level == "auto":
-        levels = ("none", "full") if config.train.compile is True else ("none", "selective", "full")  # as knobs.TOGETHER has it
+        levels = ("none", "full") if config.train.compile is True else ("none", "selective", "full")  # the rule of knobs.TOGETHER
         level = next((level for level in levels if not shortage(level)), "full")
         made = made.decide(role, "recompute", level, None if level == "none" else shortage("none") or "")
     if why := shortage(level):
         made = made.decide(role, "offload_activations", True, why)
-    # Last, with what is left: it saves less time for its bytes than all the others cost.
+    # Decided last, with the memory that is left: kept logits save less time for their bytes than all the others cost.
     all_kept = level == "none" and made.keys[role]["offload_activations"] is not True
     if not (model.vocabulary_head and keys.get("fused_head") and all_kept):
         return made
@@ -76,7 +77,7 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
 
 
 def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that are moved to the host, as far as that is decided, and with them those that a checkpoint passes through there."""
+    """Return the bytes that are moved to the host, as far as that is decided, with those that pass through it into a checkpoint."""
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
@@ -121,7 +122,7 @@ def check_layers(facts: Facts, made: Decisions) -> None:
 
 
 def role_in_words(role: str, own: RoleSettings, reasons: Mapping[tuple[str, str], str]) -> str:
-    """Each key of a role that differs from its default, and why `auto` chose it; empty where none does."""
+    """Describe the settings of a role that differ from the defaults, and why `auto` chose them; an empty string if none does."""
     of_layers = {"block": " of the first {}", "uniform": ", {} at a time"}[own.recompute_method]
     layers = of_layers.format(many(own.recompute_layers, "layer")) if own.recompute_layers else ""
     in_pieces = "log-probs" if role == "ref" else "log-probs and entropy" if own.fused_head else "entropy"

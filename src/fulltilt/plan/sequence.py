@@ -1,8 +1,8 @@
-"""How many workers compute a micro-batch together, each a part of its tokens.
+"""Sequence parallelism: the number of workers that compute a micro-batch together, each a part of its tokens.
 
-Enters: facts, decisions and token budgets. Leaves: decisions in which `sequence_parallel` of every role is a legal number, or still
-`auto`, which means 1. Guaranteed: `auto` takes as few workers as long samples need, and groups within one machine where
-these suffice; an illegal number is refused with those that are legal.
+Enters: facts, decisions and token budgets. Leaves: decisions in which `sequence_parallel` of every role is a legal number, or still `auto`,
+which means 1. Guaranteed: `auto` chooses as few workers as long samples need, and groups within one machine if these suffice; an illegal
+number is refused with the legal ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fulltilt.shape import Shape
 from fulltilt.words import either, in_bytes, many
 
 BEYOND = "the group reaches over machines, because none within one suffices"
-LONG_SAMPLE = 8192  # tokens: up to here `auto` lets no workers share a sample, as the guides have it
+LONG_SAMPLE = 8192  # tokens up to which `auto` lets no workers share a sample, as in the guides
 
 
 def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapping[str, int]) -> Decisions:
-    """How many workers compute a micro-batch together. `auto`: as few as a long sample needs."""
+    """Decide how many workers compute a micro-batch together. `auto`: as few as a long sample needs."""
     models = dict(facts.roles)
     if "actor" in models and shares_model(config):
         models.setdefault("ref", facts.actor)
@@ -32,7 +32,7 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
         workers, parts = facts.sharding_of(role).workers, facts.parts_of(role)
         legal = legal_sequence_sizes(model.shape, workers, parts)
         given = made.keys[role]["sequence_parallel"]
-        if given != "auto" and given not in legal and evaluates(facts):  # perhaps on other workers than the run that learned
+        if given != "auto" and given not in legal and evaluates(facts):  # the run that trained may have had other workers
             made = made.replace(role, "sequence_parallel", max(size for size in legal if size < given))
         elif wrong := wrong_sequence_size(config, role, model.shape, workers, parts):
             raise UserError(wrong)
@@ -44,17 +44,17 @@ def decide_sequence(config: Config, made: Decisions, facts: Facts, budgets: Mapp
 
 
 def on_one_machine(sizes: Sequence[int], within: int | None, parts: int = 1) -> list[int]:
-    """The sizes with which groups stay within a machine, where `parts` workers have the parts of each member's layers; all sizes, where
-    these alone do not. `within`: a number that sizes of groups divide that are on one machine; None: any."""
+    """Return the sizes with which groups stay within a machine, if `parts` workers have the parts of each member's layers; all sizes, if
+    none does. `within`: a number that the sizes of groups on one machine divide; None: any."""
     return [size for size in sizes if within is None or within % (parts * size) == 0] or list(sizes)
 
 
 def sizes_of_long_samples(
     config: Config, made: Decisions, facts: Facts, role: str, legal: Sequence[int], near: Sequence[int], budgets: Mapping[str, int]
 ) -> Iterator[tuple[int, str]]:
-    """How many workers the longest samples need, and why: where one does not fit into what a token budget allows, or a worker's memory, and
-    where there are fewer samples than workers. `near`: the sizes whose groups are on one machine; only samples that fit with none of them
-    take a larger one."""
+    """Yield the numbers of workers that the longest samples need, and why: because a sample exceeds the token budget or a worker's memory,
+    or because there are fewer samples than workers. `near`: the sizes whose groups are on one machine; only samples that fit with none of
+    them take a larger one."""
     longest, workers = longest_row(config, facts), facts.sharding_of(role).workers
     told = f"the longest sample may have {longest} tokens"
 
@@ -78,8 +78,8 @@ def sizes_of_long_samples(
 
 
 def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: str, tokens: int) -> int:
-    """About the bytes that so many tokens of a sample take at least: with all recompute that `auto` may choose, and nothing on the host but
-    what the user sends there."""
+    """Return about the least bytes that `tokens` tokens of a sample take: with all recompute that `auto` may choose, and only the user's
+    offloads."""
     keys = made.keys[role]
     if not model.trained or role not in KEPT_AS:
         return model.forward_bytes(tokens, keys)
@@ -89,8 +89,8 @@ def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: s
 
 
 def wrong_sequence_size(config: Config, role: str, shape: Shape, workers: int, parts: int) -> str | None:
-    """What is wrong with the number of workers that are to share a role's micro-batches. `workers`: those that have the role, and the same
-    part of its model; `parts`: among how many each layer is divided."""
+    """Return what is wrong with the number of workers that share a role's micro-batches; None: it is legal. `workers`: those that have the
+    role, and the same part of its model; `parts`: the number of workers that share each layer."""
     legal, size = legal_sequence_sizes(shape, workers, parts), given_settings(config, role)["sequence_parallel"]
     if size == "auto" or size in legal:
         return None

@@ -1,7 +1,8 @@
-"""Where a device is too small: what goes to the host between phases, and what workers with the same part of the models share out.
+"""Remedies for a device that is too small: offloads to the host between phases, and sharding among workers with the same part of the
+models.
 
-Enters: facts and decisions. Leaves: decisions about offloads, and a `Sharding` with its reason. Guaranteed: `auto` shares out and offloads
-no more than it must: the optimizer before parameters, within a machine before among all, and the host after both.
+Enters: facts and decisions. Leaves: decisions about offloads, and a `Sharding` with its reason. Guaranteed: `auto` shards and offloads no
+more than necessary: the optimizer before parameters, within a machine before among all, and offloads only after both.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from fulltilt.plan.resident import SLACK, most_resident, most_while_loading
 from fulltilt.schema import Config, value_of
 from fulltilt.words import in_bytes
 
-RESERVE = 1 / 5  # share of the device that parameters, gradients and optimizer leave to activations and KV cache, or go to the host
-# Keys that do not go with parameters that are shared out.
+RESERVE = 1 / 5  # share of the device that parameters, gradients and optimizer leave to activations and KV cache, or else are offloaded
+# Keys that do not work with sharded parameters.
 UNSHARED = {
     "train.compile": "compiled layers have not been tried with it",
     "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
@@ -25,7 +26,8 @@ UNSHARED = {
 
 
 def why_crowded(config: Config, made: Decisions, facts: Facts) -> str | None:
-    """Why something has to leave the device, in words: an update does not fit, or a rollout with a KV cache whose size the user set."""
+    """Return why something has to leave the device, in words: an update does not fit, or a rollout with a KV cache whose size the user set;
+    None: everything fits."""
     what, needed = "parameters, gradients and optimizer", most_resident(made, facts)
     if needed > (1 - RESERVE) * facts.device_bytes:
         return f"{what} would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
@@ -38,8 +40,8 @@ def why_crowded(config: Config, made: Decisions, facts: Facts) -> str | None:
 
 
 def decide_offloads(config: Config, made: Decisions, facts: Facts) -> Decisions:
-    """Optimizer states leave first: they are needed for the shortest time, and are the most. Then the parameters of roles that wait, but
-    never the actor's: CUDA graphs would have to go for it."""
+    """Decide what is offloaded. Optimizer states leave first: they are the largest, and needed for the shortest time. Then the parameters
+    of waiting roles, but never the actor's: CUDA graphs would have to be dropped."""
     why = why_crowded(config, made, facts)
     for role, model in facts.roles.items():
         if model.trained and why:
@@ -53,8 +55,9 @@ def decide_offloads(config: Config, made: Decisions, facts: Facts) -> Decisions:
 
 
 def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
-    """What the workers of a run share out. `auto`: the optimizer where it fits, else parameters too, within the `beside` workers of a
-    machine or among all; first without anything on the host, then with what `auto` may offload. `only`: why it must be the optimizer."""
+    """Return how the workers of a run shard their states. `auto`: the optimizer if that fits, else parameters too, within the `beside`
+    workers of a machine or among all; first without offloads, then with those that `auto` may choose. `only`: why it must be the
+    optimizer."""
     train, workers, experts = config.train, facts.sharding.workers, facts.sharding.experts
     possible = [Sharding("optimizer", workers, workers)]
     by_machines = train.shard == "auto" and experts == 1 and 1 < beside < workers and workers % beside == 0
@@ -85,7 +88,7 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
 
 
 def unshared(config: Config) -> dict[str, str]:
-    """The keys that do not go with parameters that are shared out, and why."""
+    """Return the keys that do not work with sharded parameters, and why."""
     found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
     if config.train.recompute_method == "uniform" and together not in ("auto", 1):
         found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
@@ -93,5 +96,5 @@ def unshared(config: Config) -> dict[str, str]:
 
 
 def why_unshared(config: Config) -> str | None:
-    """Why `auto` shares out no parameters; None: it may."""
+    """Return why `auto` shards no parameters; None: it may."""
     return next((f"{key} is set" for key in unshared(config)), None)

@@ -1,6 +1,6 @@
-"""What a run prints of its plan, once.
+"""The words in which a run prints its plan, once.
 
-Enters: everything that was decided. Leaves: lines of text. Guaranteed: nothing is decided here.
+Enters: all decisions. Leaves: lines of text. Guaranteed: nothing is decided here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sharding_in_words(facts: Facts, roles: RolePlan) -> Iterator[str]:
 
 
 def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets: Budgets) -> Iterator[str]:
-    """The plan of workers that have one role, which is not the actor."""
+    """Yield the plan of workers that have one role, which is not the actor."""
     (role,) = facts.roles
     *of_update, forward = (micro(getattr(config, role).micro_batch, getattr(budgets, name)) for name in OWN_BUDGETS[role])
     updates = f"updates in micro-batches of at most {of_update[0]}, " if of_update else ""

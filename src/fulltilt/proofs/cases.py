@@ -18,17 +18,17 @@ from fulltilt.proofs import measure
 from fulltilt.proofs.measure import Measurement
 from fulltilt.proofs.setup import TWO_NODES, ProofSetup, Settings, StepKey, StepKind, TableSetting, step_key
 
-# Passes of each role through its model, and whether they are part of an update.
+# Passes of each role through its model, with whether they are part of an update.
 PASSES = (
     ("actor", True), ("actor", False), ("sft", True), ("ref", False), ("critic", True), ("critic", False), ("reward_model", False),
 )  # fmt: skip
 LEARNERS = {"actor": "train", "sft": "train", "critic": "critic"}  # role -> section of its training keys
 ROLES = {**LEARNERS, "ref": "ref", "reward_model": "reward_model"}
 SCARCE, AMPLE = 12, 160  # blocks of the KV cache
-# Where activations of the layers are compared: with "auto" one of the two steps might keep its logits.
+# Setting for comparisons of the layers' activations: with "auto" one of the two steps might keep its logits.
 HEAD_AGAIN: Settings = {"train.head_recompute": True}
-# transformers computes norms in float32 whatever the model's dtype, and a compiler sums them in another order. With norms in float64,
-# the difference is 1e-15.
+# Tolerance for compiled layers: transformers computes norms in float32 whatever the model's dtype, and a compiler sums them in another
+# order. With norms in float64, the difference is 1e-15.
 COMPILED = 4e-6
 GRADIENT_TOLERANCE = 1e-9  # in float64, relative to the norm of the gradient
 REFUSED = "a run on the CPU refuses the setting"
@@ -47,7 +47,7 @@ CHANGES: Mapping[str, Callable[[Number, Number], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class ProofCase:
-    """Two steps that differ in one knob: the measurement must change between them, and all that the role computes must stay equal.
+    """Two steps that differ in one knob: the measurement must change between them, and all results of the role must stay equal.
 
     Example: ProofCase("rollout.max_seqs", "rollout", measure.MOST_RUNNING, off=4, on=16, change="limit")
     """
@@ -82,8 +82,8 @@ class ProofCase:
         return step_key(self.kind, self.both, off), step_key(self.kind, self.both, on)
 
     def changed(self, off: Number, on: Number) -> bool:
-        """Whether these measurements of the two steps differ as they must. Limits: both steps keep theirs, and the step with the higher one
-        exceeds the lower one."""
+        """Return whether these measurements of the two steps differ as they must. For a limit, both steps must keep theirs, and the step
+        with the higher one must exceed the lower one."""
         if self.change != "limit":
             return CHANGES[self.change](off, on)
         low, high = sorted((self.off, self.on))
@@ -104,7 +104,7 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
     ):
         yield ProofCase(knob, "rollout", measure.KV_CACHE, low, high, change="more")
         yield ProofCase(knob, "rollout", measure.MOST_RUNNING, low, high, change="more")
-    # Equal gradients show that preempted samples end as they would have. Small blocks, so that samples ask for one often.
+    # Equal gradients show that preempted samples end in the same way. Small blocks, so that samples ask for one often.
     much, little = {"rollout.kv_bytes": ample}, {"rollout.kv_bytes": scarce}
     yield ProofCase("rollout.preemption", "rollout", measure.PREEMPTIONS, much, little, {"rollout.block_tokens": 4}, "from zero")
     yield ProofCase("rollout.release_memory", "rollout", measure.held("kv", "update-actor"), change="to zero")
@@ -145,11 +145,11 @@ def batches(setup: ProofSetup) -> Iterator[ProofCase]:
 
 
 def workers(setup: ProofSetup) -> Iterator[ProofCase]:
-    """With one row in a micro-batch, each worker gets several of different cost."""
+    """Yield the proofs of knobs about workers. With one row in a micro-batch, each worker gets several of different cost."""
     each: Settings = {"actor.dynamic_batch": False, "actor.micro_batch": 1}
     alone: Settings = {**each, "cluster.workers": 1}
     yield ProofCase("cluster.workers", "sft", measure.WORKERS, 1, 2, each, "more")
-    # Nodes of one machine would share its GPUs, which NCCL refuses: on CUDA, too, they compute on the CPU.
+    # Nodes on one machine would share its GPUs, which NCCL refuses: on CUDA, too, they compute on the CPU.
     on_cpu: Settings = {} if setup.device.type == "cpu" else {"run.device": "cpu", "model.dtype": "float64"}
     nodes: Settings = {"cluster.nodes": 2, "cluster.address": TWO_NODES}
     yield ProofCase("cluster.nodes", "sft", measure.WORKERS, {}, nodes, {**alone, **on_cpu}, "more")
@@ -158,20 +158,20 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     two: Settings = {**each, "cluster.workers": 2}
     yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both=two)
     yield ProofCase("train.sequence_parallel", "sft", measure.largest_pass("actor"), 1, 2, two)
-    for role in ("ref", "critic", "reward_model"):  # the actor learns from what the other two compute
+    for role in ("ref", "critic", "reward_model"):  # the actor learns from the results of the other two
         own: Settings = {"cluster.workers": 2, f"{role}.dynamic_batch": False, f"{role}.micro_batch": 1}
         learner = role if role in LEARNERS else "actor"
         yield ProofCase(f"{role}.sequence_parallel", learner, measure.largest_pass(role), 1, 2, own)
         phase = "update-critic" if role == "critic" else "update-actor"
         yield ProofCase(f"{role}.tensor_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2})
         path: Settings = {f"{role}.path": setup.model_of_experts if role == "ref" else setup.scalar_model_of_experts}
-        if role != "reward_model":  # others read the actor's tokens, and the class of a tokenizer follows the kind of model
+        if role != "reward_model":  # other roles read the actor's tokens, and the class of a tokenizer follows the kind of model
             path = {"model.path": setup.model_of_experts, "critic.path": setup.scalar_model_of_experts, **path}
         yield ProofCase(f"{role}.expert_parallel", learner, measure.held("parameters", phase), 1, 2, {"cluster.workers": 2, **path})
     yield ProofCase("train.tensor_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, two)
     experts: Settings = {**two, "model.path": setup.model_of_experts}
     yield ProofCase("train.expert_parallel", "sft", measure.held("parameters", "update-actor"), 1, 2, experts)
-    # In bfloat16 two shards in float32 take as much as the whole: on CUDA four workers share it out.
+    # In bfloat16 two shards in float32 take as much as the whole: on CUDA four workers shard it.
     sharing: Settings = two if setup.device.type == "cpu" else {**each, "cluster.workers": 4}
     for kind in ("parameters", "gradients"):
         yield ProofCase("train.shard", "sft", measure.held(kind, "update-actor"), "optimizer", "full", sharing)
@@ -224,13 +224,13 @@ def offload(setup: ProofSetup) -> Iterator[ProofCase]:
 
 def head(setup: ProofSetup) -> Iterator[ProofCase]:
     fused, chunk, ref_chunk = "train.fused_head", "train.entropy_chunk", "ref.entropy_chunk"
-    few = 16 if setup.device.type == "cpu" else 128  # tokens of a chunk
+    few = 16 if setup.device.type == "cpu" else 128  # tokens in a chunk
     temporary = measure.HEAD_TEMPORARY.where(f"chunks of {few} tokens")
     for role in ("actor", "sft"):
         yield ProofCase(fused, role, temporary, both={chunk: few})
         yield ProofCase(chunk, role, measure.HEAD_TEMPORARY.where("fused"), "auto", few, {fused: True})
         yield ProofCase(chunk, role, measure.ENTROPY_TEMPORARY.where("not fused"), "auto", few, {fused: False})
-    # Without the fused head the reference has no use for a chunk, and the key is refused.
+    # Without the fused head the reference does not use chunks, and the key is refused.
     yield ProofCase(fused, "ref", temporary, False, {fused: True, ref_chunk: few})
     yield ProofCase(ref_chunk, "ref", measure.HEAD_TEMPORARY, "auto", few)
     with_head = measure.ACTIVATIONS.where("with the head's")

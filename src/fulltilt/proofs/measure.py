@@ -1,7 +1,7 @@
 """The measurements that proofs compare, read from a step that has just run.
 
-Enters: a `WatchedStep` whose parts are still loaded, and a role. Leaves: bytes, counts and shares; never a time. Guaranteed: what a pass
-through a model takes is measured on a pass of the role itself, with everything that its settings have put on it.
+Enters: a `WatchedStep` whose parts are still loaded, and a role. Leaves: bytes, counts and shares; never a time. Guaranteed: the memory of
+a pass through a model is measured on a pass of the role itself, with all effects of its settings.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number, and how to read it from a step that has just run, for one of its roles."""
+    """A number, and the way to read it for one of the roles from a step that has just run."""
 
     metric: str
     unit: str  # "bytes" and "share" are formatted as such, all others as plain numbers
     read: Callable[[WatchedStep, str], Number]
 
     def where(self, words: str) -> Measurement:
-        """The same measurement with its circumstances named: "micro-batches" -> "micro-batches, fused"."""
+        """Return the same measurement with its circumstances named: "micro-batches" -> "micro-batches, fused"."""
         return replace(self, metric=f"{self.metric}, {words}")
 
 
@@ -45,7 +45,7 @@ class Measurement:
 
 
 def of_passes(name: str, unit: str, count: Callable[[list[ModelPass]], int]) -> dict[bool, Measurement]:
-    """The same count for the passes of updates (True) and for those without gradient (False)."""
+    """Return the same count for the passes of updates (True) and for those without gradient (False)."""
 
     def read(step: WatchedStep, role: str, *, learns: bool) -> int:
         return count(step.passes[role, learns])
@@ -78,7 +78,7 @@ def largest_pass(role: str) -> Measurement:
 
 
 def of_trace(metric: str, unit: str, read: Callable[[PassTrace], int]) -> Measurement:
-    """The most that a traced pass shows on any worker, where parameters are shared out."""
+    """Return the maximum over all workers of a number that a traced pass shows, if parameters are sharded."""
 
     def most(step: WatchedStep, role: str) -> int:
         hosts = step.parts.crew.hosts
@@ -100,25 +100,25 @@ WHOLE = of_trace("whole parameters between forward and backward", "bytes", lambd
 
 
 def held(kind: str, phase: str) -> Measurement:
-    """Bytes of a kind on the device at the end of a phase, by the run's own account."""
+    """Return the bytes of a kind on the device at the end of a phase, by the run's own account."""
     name = {"optimizer": "optimizer states", "kv": "KV cache"}.get(kind, kind)
     metric = f"memory_gib/{TIMING_NAMES[phase]}/{kind}"
     return Measurement(f"{name} on the device, {phase}", "bytes", lambda step, role: round(step.metrics[metric] * 2**30))
 
 
 def count_gradients(step: WatchedStep, role: str) -> int:
-    """Bytes of the role's gradients after the step, when no update is being made."""
+    """Count the bytes of the role's gradients after the step, when no update is running."""
     return sum(gradient.nbytes for gradient in gradients_of(step.models()[role]))
 
 
 def count_activations(step: WatchedStep, role: str) -> int:
-    """Bytes that autograd keeps for the backward pass of the largest micro-batch."""
+    """Count the bytes that autograd keeps for the backward pass of the largest micro-batch."""
     micro, learner = step.largest(role, learns=True), step.worker_for(role).trainers[role].role
     return saved_bytes(lambda: learner.terms(micro))
 
 
 def count_between_passes(step: WatchedStep, role: str) -> int:
-    """Bytes on a CUDA device that the forward pass of the largest micro-batch leaves there for its backward pass."""
+    """Count the bytes on a CUDA device that the forward pass of the largest micro-batch leaves there for its backward pass."""
     micro, trainer = step.largest(role, learns=True), step.worker_for(role).trainers[role]
     trainer.optimizer.prepare()
     torch.cuda.synchronize()
@@ -127,7 +127,7 @@ def count_between_passes(step: WatchedStep, role: str) -> int:
     torch.cuda.synchronize()
     left = torch.cuda.memory_allocated() - before
     loss.backward()  # type: ignore[no-untyped-call]
-    trainer.optimizer.zero_grad()  # they are used by no update
+    trainer.optimizer.zero_grad()  # no update uses these gradients
     return left
 
 
@@ -140,8 +140,9 @@ BETWEEN_PASSES = Measurement("activations on the device between forward and back
 
 
 class LargestVocabularyTensor(TorchDispatchMode):
-    """Bytes of the largest tensor as wide as the vocabulary that the head makes: between the end of the body's forward pass and the start
-    of its backward pass. Also of the largest result of a softmax, which is the entropy's where the head is not fused."""
+    """Records the bytes of the largest tensor as wide as the vocabulary that the head creates: between the end of the body's forward pass
+    and the start of its backward pass. Also records those of the largest result of a softmax, which is the entropy's if the head is not
+    fused."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class LargestVocabularyTensor(TorchDispatchMode):
 
 
 def watched_head(step: WatchedStep, role: str) -> LargestVocabularyTensor:
-    """Run the largest micro-batch, forward and, where the role learns, backward, and watch the head."""
+    """Run the largest micro-batch, forward and, if the role is trained, backward, and watch the head."""
     worker, model = step.worker_for(role), step.models()[role]
     trainer = worker.trainers.get(role)
     micro = step.largest(role, learns=trainer is not None)
@@ -195,12 +196,13 @@ ENTROPY_TEMPORARY = Measurement("largest temporary of the entropy", "bytes", lam
 
 
 def per_layer(name: str, unit: str, chosen: Callable[[str], bool]) -> Measurement:
-    """Average over the layers in a pass without gradient. What runs before and after the layers is included, and equal in both steps."""
+    """Return the average over the layers in a pass without gradient. Operations before and after the layers are included, and equal in both
+    steps."""
 
     def read(step: WatchedStep, role: str) -> float:
         annotator, model = step.worker_for(role).roles[role], step.models()[role]
         micro = next(passes for (name, _), passes in step.passes.items() if name == role)[0].micro
-        annotator.annotate(micro)  # what is made at the first call is not counted
+        annotator.annotate(micro)  # allocations and compilation at the first call are not counted
         seen = kernels_of(lambda: annotator.annotate(micro), model.device)
         return sum(entry["calls"] for entry in seen if chosen(entry["kernel"])) / model.config.get_text_config().num_hidden_layers
 
@@ -216,7 +218,7 @@ OPERATIONS = per_layer("operations per layer", "operations", lambda name: name.s
 
 
 def count_stall(step: WatchedStep, role: str) -> int:
-    """The most tokens that are prefilled while samples wait for their next token."""
+    """Return the most tokens that are prefilled while samples wait for their next token."""
     longest = stalled = 0
     for seen, begun in step.engine_passes:
         stalled = stalled + seen.prefill_tokens if begun and not seen.decode_tokens else 0
@@ -225,7 +227,7 @@ def count_stall(step: WatchedStep, role: str) -> int:
 
 
 def count_launches(step: WatchedStep, role: str) -> float:
-    """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
+    """Count the kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
     engine, sampling = step.engine, training_sampling(step.parts.worker.config)
     prompts = cast("Sequence[Prompt]", step.parts.train_data.items)
     step.worker_for("actor")

@@ -1,8 +1,8 @@
-"""Processes of workers that stay from step to step, so that steps with several workers pay once for what a process imports.
+"""Processes of workers that are kept from step to step, so that steps with several workers import their packages only once.
 
-Enters: the order of each step's workers. Leaves: the hosts of these workers.
-Guaranteed: workers are made by the code of a run, one in each process, and join torch.distributed anew; nothing of an earlier step's
-workers is left when the next ones are made. Where one has failed, the next step gets new processes.
+Enters: the orders for each step's workers. Leaves: the hosts of these workers.
+Guaranteed: workers are made by the code of a run, one in each process, and join torch.distributed again for each step; nothing of an
+earlier step's workers is left when the next ones are made. If one has failed, the next step gets new processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMBER = "fulltilt.proofs.pool:Member"
 
 
 class Member:
-    """In one of the processes: the worker of the current step, which answers all other calls."""
+    """The content of one of the processes: the worker of the current step, which answers all other calls."""
 
     def __init__(self, number: int) -> None:
         self._worker: ServedWorker | None = None
@@ -38,7 +38,7 @@ class Member:
         self._worker = yield from serve(service, seat)
 
     def drop(self) -> None:
-        """Close the worker, and give back everything that it has taken."""
+        """Close the worker, and free everything that it has allocated."""
         if self._worker:
             self._worker.close()
         self._worker = None
@@ -58,11 +58,11 @@ def leave_group() -> None:
 
 class Pool:
     def __init__(self) -> None:
-        self.size = 1  # processes to start when the first are needed; more, if a step needs more
+        self.size = 1  # number of processes to start when the first are needed; more, if a step needs more
         self._processes: Processes | None = None
 
     def start(self, order: WorkerOrder, device: torch.device, size: int) -> PoolWorkers:
-        """What `start_processes` does for a run, in the first processes of the pool."""
+        """Do the same as `start_processes` for a run, in the first processes of the pool."""
         if self._processes and (self._processes.closed or self._processes.size < size):
             self.close()
         if self._processes is None:
@@ -102,20 +102,20 @@ class PoolWorkers:
         return TeamCall(call, self.size)
 
     def keep_output(self, folder: Path) -> None:
-        """The processes are not of one run."""
+        """Do nothing: the processes do not belong to one run."""
 
     def hurry(self) -> None:
         self._processes.hurry()
 
     def close(self) -> None:
-        """The processes stay."""
+        """Drop the workers; the processes stay."""
         if not self._processes.closed:
             with contextlib.suppress(WorkerError):  # the next step gets new processes
                 self.start("drop", [()] * self.size, what="the end").results()
 
 
 class TeamCall:
-    """A call of the first `size` workers of a host."""
+    """A call to the first `size` workers of a host."""
 
     def __init__(self, call: WorkerCall, size: int) -> None:
         self._call, self._size = call, size

@@ -1,8 +1,8 @@
-"""Running proofs: from names of knobs to results.
+"""The runner of proofs: from names of knobs to results.
 
-Enters: the knobs that were asked for, and a device. Leaves: one result for each proof, in the order of the ledger, and a table of results.
-Guaranteed: a step that several proofs share is run once; a proof that fails fails alone; what this machine cannot show is null with the
-reason, and a setting that has no effect there must be refused by the run itself, or its proof does not hold.
+Enters: the requested knobs, and a device. Leaves: one result for each proof, in the order of the ledger, and a table of results.
+Guaranteed: a step that several proofs share is run once; the failure of a proof does not affect others; a proof that this machine cannot
+show is null with the reason, and a setting without effect on it must be refused by the run itself, or its proof does not hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fulltilt.records import UserError
 from fulltilt.words import in_bytes, many, printable
 
 OUTPUT_TOLERANCE = 1e-6  # outputs are float32; relative to their norm
-TIMES_SPREAD = 4  # on CUDA a difference may be this many times what re-runs of a step differ by
+TIMES_SPREAD = 4  # on CUDA, allowed difference as a multiple of that between re-runs of a step
 ROLES = {"ppo": ("actor", "critic", "ref", "reward_model"), "sft": ("actor",), "rollout": ("actor", "reward_model")}
 
 
@@ -48,13 +48,13 @@ class ProofResult:
     unit: str
     off: Number | None
     on: Number | None
-    gradients_equal: bool | None  # null: the role has no gradient and its outputs were compared, or nothing could run here
+    gradients_equal: bool | None  # null: the role has no gradient and its outputs were compared, or no step could run here
     holds: bool | None  # null: this machine cannot tell
     reason: str
 
 
 def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambda text: None) -> Iterator[ProofResult]:
-    """The results of all proofs of these knobs, each as soon as it is known; without names, of all knobs."""
+    """Yield the results of all proofs of these knobs, each as soon as it is known; without names, of all knobs."""
     chosen = choose(names)
     where = choose_device(device)
     with contextlib.ExitStack() as until_the_end:
@@ -67,12 +67,13 @@ def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambd
 
 
 def provable(knob: knobs.Knob) -> bool:
-    """Knobs under `algorithm` are part of the algorithm, which they are meant to change."""
+    """Return whether a knob can be proved. Knobs under `algorithm` are part of the algorithm, which they are meant to change."""
     return (knob.built or not knob.legal) and not knob.name.startswith("algorithm.")
 
 
 def choose(names: Sequence[str]) -> set[str]:
-    """The knobs that names in any of the three spellings mean; without names, all. UserError for all that cannot be proved."""
+    """Return the knobs that names in any of the three spellings mean; without names, all. Raises UserError for those that cannot be
+    proved."""
     known = [knob.name for knob in knobs.LEDGER if provable(knob)]
     mistakes, chosen = [], set()
     for name in names:
@@ -99,11 +100,11 @@ def why_not(knob: knobs.Knob) -> str:
 
 @dataclass(eq=False)
 class StepEvidence:
-    """What is kept of a step after its parts are closed."""
+    """The part of a step that is kept after its parts are closed."""
 
-    failure: str | None = None  # why there is nothing else
+    failure: str | None = None  # why the step has no other results
     refused: bool = False  # the failure is a UserError, which names a remedy
-    lacking: bool = False  # the failure is what this machine lacks
+    lacking: bool = False  # the cause is something that this machine lacks
     numbers: dict[ProofCase, Number] = field(default_factory=dict)
     results: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # role -> gradients, or outputs if it does not learn
     samples: list[tuple[int, ...]] = field(default_factory=list)
@@ -114,19 +115,19 @@ class ProofRunner:
         self.setup, self.cases, self.say = setup, cases, say
         self._on_cuda = setup.device.type == "cuda"
         self._evidence: dict[StepKey, StepEvidence] = {}
-        self._readers: dict[StepKey, list[ProofCase]] = {}  # those that still need the step
+        self._readers: dict[StepKey, list[ProofCase]] = {}  # the proofs that still need each step
         for case in cases:
             for step in case.steps if self._can_run(case) else ():
                 self._readers.setdefault(step, []).append(case)
         setup.pool.size = max((dict(settings).get("cluster.workers", 1) for _, settings in self._readers), default=1)
-        self._spreads: dict[StepKind, dict[str, float]] = {}  # what re-runs differ by, for each role
+        self._spreads: dict[StepKind, dict[str, float]] = {}  # differences between re-runs, for each role
 
     def results(self) -> Iterator[ProofResult]:
         for case in self.cases:
             yield self._judge(case) if self._can_run(case) else self._without_cuda(case)
             for step in case.steps if self._can_run(case) else ():
                 self._readers[step].remove(case)
-                # Gradients of a large model are kept no longer than they are needed; the default step is used again.
+                # Gradients of a large model are kept only as long as they are needed; the default step is used again.
                 if not self._readers[step] and step[1]:
                     self._evidence.pop(step, None)
 
@@ -139,7 +140,7 @@ class ProofRunner:
         return self._on_cuda or case.needs_cuda is None
 
     def _without_cuda(self, case: ProofCase) -> ProofResult:
-        """A setting that has no effect on a CPU must be refused there."""
+        """Judge a setting without effect on a CPU: a run there must refuse it."""
         if case.needs_cuda != REFUSED:
             return result(case, None, case.needs_cuda or "")
         on = self.evidence(case.steps[1])
@@ -184,7 +185,7 @@ class ProofRunner:
                 torch.cuda.empty_cache()
 
     def _compare(self, case: ProofCase, off: StepEvidence, on: StepEvidence) -> tuple[bool, str]:
-        """Whether all that must be equal is equal, and in words how large the difference is."""
+        """Return whether all results that must be equal are equal, and in words how large the difference is."""
         role = case.model_role
         if case.learns and off.samples != on.samples:
             unlike = sum(one != other for one, other in zip(off.samples, on.samples, strict=False))
@@ -195,7 +196,8 @@ class ProofRunner:
         return found <= allowed, f"{what} differ by {found:.1g} relative to their norm; {allowed:.1g} is allowed"
 
     def _allowed(self, kind: StepKind, role: str) -> float:
-        """The difference allowed on CUDA: a multiple of that between runs of the same step, and with each sample in its own micro-batch."""
+        """Return the difference allowed on CUDA: a multiple of that between runs of the same step, and with each sample in its own
+        micro-batch."""
         if kind not in self._spreads:
             # A large model's gradients differ no more than a small one's.
             plain = self.evidence(step_key(kind))
@@ -216,16 +218,16 @@ def result(
 
 
 def one_line(refusal: UserError) -> str:
-    """The message in one line, without the number that a configuration gives to its only mistake."""
+    """Write the message in one line, without the number that a configuration gives to its only mistake."""
     return " ".join(str(refusal).removeprefix(f"{ORIGIN}: 1 mistake").split()).removeprefix("1. ")
 
 
 def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
-    """The norm of the difference of a role's results relative to their norm; infinite where names or sizes differ, or all are 0."""
+    """Return the norm of the difference of a role's results relative to their norm; infinite if names or sizes differ, or all are 0."""
     own, found = one.results.get(role, {}), other.results.get(role, {})
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in found.items()}:
         return math.inf
-    # They are kept on the host, so that they do not count as device memory, and compared where that is fast.
+    # Results are kept on the host, so that they do not count as device memory, and compared where that is fast.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = apart = 0.0
     for name, tensor in own.items():
@@ -239,7 +241,7 @@ def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
 
 VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("not shown here", "yellow")}
 EQUAL = {True: "equal", False: "DIFFER", None: "-"}
-WIDTH = 150  # where standard output is not a terminal and COLUMNS is not set
+WIDTH = 150  # columns if standard output is not a terminal and COLUMNS is not set
 
 
 def show(results: Sequence[ProofResult]) -> None:
@@ -250,7 +252,7 @@ def show(results: Sequence[ProofResult]) -> None:
 
 
 def table(results: Sequence[ProofResult]) -> Group:
-    """All results, by section. What a knob must change is printed below it."""
+    """Return a table of all results, by section. The measurement that a knob must change is printed below it."""
     found = Table(show_edge=False, pad_edge=False)
     for name in ("knob", "role", "measurement", "off", "on", "gradients", ""):
         found.add_column(name, justify="right" if name in ("off", "on") else "left", overflow="fold")

@@ -1,11 +1,11 @@
 """One step of a run, watched.
 
-Enters: a configuration. Leaves: a `WatchedStep`: the loaded parts after the step, and what was seen of it: every pass through every role's
-model, gradients before each optimizer step, outputs of roles without a gradient, the samples, the engine's passes, its lines in the log,
-and the metrics. Guaranteed: parts are assembled and the step is run by the code of a run; everything is watched where it happens (at the
-model, at the optimizer), so that a setting that is lost on the way shows; what is measured after the step is not counted as part of it.
-Where samples are given, the engine hands them out instead of drawing its own: two steps then differ only in their settings. Workers in
-other processes cannot be watched: where their number is set, also to one, the step's checkpoint stands for its gradients.
+Enters: a configuration. Leaves: a `WatchedStep`: the loaded parts after the step, and its records: every pass through every role's model,
+gradients before each optimizer step, outputs of roles without a gradient, the samples, the engine's passes, its lines in the log, and the
+metrics. Guaranteed: parts are assembled and the step is run by the code of a run; everything is watched where it happens (at the model, at
+the optimizer), so that a lost setting is noticed; measurements after the step are not counted as part of it. If samples are given, the
+engine returns them instead of drawing its own: two steps then differ only in their settings. Workers in other processes cannot be watched:
+if their number is set, also to one, gradients are taken from the step's checkpoint.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class ModelPass:
     """One pass of a micro-batch through a role's model, as the model saw it."""
 
     micro: MicroBatch
-    tokens: int  # pads included
+    tokens: int  # padding included
     samples: int
 
 
 @dataclass(eq=False)
 class WatchedStep:
-    """Filled while the step runs."""
+    """Records of a step, filled while it runs."""
 
     parts: RunParts
     recording: bool = True
-    current: MicroBatch | None = None  # the one that is being run
-    passes: dict[tuple[str, bool], list[ModelPass]] = field(default_factory=dict)  # (role, whether it learns from them) ->
+    current: MicroBatch | None = None  # the micro-batch that is running
+    passes: dict[tuple[str, bool], list[ModelPass]] = field(default_factory=dict)  # passes by (role, whether it trains on them)
     results: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # role -> gradients, or outputs if it does not learn
     samples: list[tuple[int, ...]] = field(default_factory=list)
     engine_passes: list[tuple[EngineStats, int]] = field(default_factory=list)  # and the samples that have begun, but not ended, before it
-    kv_bytes: int = 0  # the most that the engine held while it generated
-    log: io.StringIO = field(default_factory=io.StringIO)  # what the console shows
+    kv_bytes: int = 0  # most bytes that the engine held while it generated
+    log: io.StringIO = field(default_factory=io.StringIO)  # output of the console
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,12 +69,12 @@ class WatchedStep:
         return self.parts.worker.engine
 
     def models(self) -> dict[str, Any]:
-        """The model of each role, as transformers has it."""
+        """Return the model of each role, as transformers has it."""
         models: dict[str, Any] = {name: role.model for name, role in self.parts.worker.roles.items()}  # type: ignore[attr-defined]
         return {name: model.body if isinstance(model, ScalarModel) else model for name, model in models.items()}
 
     def worker_for(self, role: str) -> Worker:
-        """The worker; the role's parameters are on the device from here on."""
+        """Return the worker; the role's parameters are on the device from here on."""
         self.parts.worker.residents.need(role)
         return self.parts.worker
 
@@ -84,8 +84,8 @@ class WatchedStep:
 
 @contextmanager
 def watched_step(config: Config, responses: tuple[int, int] | None, start: StartHosts | None = None) -> Iterator[WatchedStep]:
-    """The step; its parts stay loaded until the end of the context. `responses`: fewest and most tokens of the samples that are given;
-    None: the engine draws them. `start`: what starts several workers, if not new processes."""
+    """Run the step; its parts stay loaded until the end of the context. `responses`: fewest and most tokens of the given samples; None: the
+    engine draws them. `start`: the function that starts several workers, if not new processes."""
     with devices_shared():
         parts = assemble(config, start=start)
     try:
@@ -113,7 +113,7 @@ def watched_step(config: Config, responses: tuple[int, int] | None, start: Start
 
 @contextmanager
 def devices_shared() -> Iterator[None]:
-    """Let several workers share a device: what they compute is the same, and their speed is not measured."""
+    """Let several workers share a device: their results are the same, and their speed is not measured."""
     before = os.environ.get(SHARE_DEVICES)
     os.environ[SHARE_DEVICES] = "1"
     try:
@@ -124,7 +124,7 @@ def devices_shared() -> Iterator[None]:
 
 
 def first_moments(store: CheckpointStore, prefix: str) -> dict[str, torch.Tensor]:
-    """The decaying sums of a role's gradients in the step, from its checkpoint, whichever workers have written it."""
+    """Return the decaying sums of a role's gradients in the step, from its checkpoint, whichever workers have written it."""
     found = store.latest()
     assert found is not None
     with found.open() as saved:
@@ -173,7 +173,7 @@ def keep_outputs(step: WatchedStep, role: str, own: Callable[[MicroBatch], Any],
 
 
 def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable[..., Any], *, failed: bool = False) -> Any:
-    """The gradients of an optimizer step, before it clips and drops them."""
+    """Keep the gradients of an optimizer step, before it clips and drops them."""
     kept = step.results.setdefault(role, {})
     for name, parameter in trainer.role.model.named_parameters():  # type: ignore[attr-defined]
         gradient = getattr(parameter, "main_grad", parameter.grad)
@@ -188,14 +188,14 @@ def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable
 def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int] | None) -> None:
     engine = step.engine
     put_in_front(engine.recorder, "add_pass", partial(see_engine_pass, step, set()))
-    step.parts.worker.report_rollout(console.note, 0.0)  # after each pass: the number of lines must not depend on a clock
+    step.parts.worker.report_rollout(console.note, 0.0)  # a report after each pass: the number of lines must not depend on a clock
     if responses is not None:
         put_in_front(engine, "generate", lambda own, prompts, sampling, seed: given_groups(prompts, sampling.samples, responses))
     put_in_front(engine, "generate", lambda own, *given: keep_samples(step, own(*given)) if step.recording else own(*given))
 
 
 def see_engine_pass(step: WatchedStep, begun: set[Any], own: Callable[..., None], seen: EngineStats, *times_and_drawing: Any) -> None:
-    """`begun`: the samples that have drawn a token."""
+    """Record a pass of the engine. `begun`: the samples that have drawn a token."""
     if step.recording:
         step.engine_passes.append((seen, sum(not sample.finish for sample in begun)))
     _, _, drawing, _ = times_and_drawing
@@ -204,7 +204,7 @@ def see_engine_pass(step: WatchedStep, begun: set[Any], own: Callable[..., None]
 
 
 def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, int]) -> Iterator[Group]:
-    """Samples of random digits from fixed seeds, which no model has drawn."""
+    """Yield samples of random digits from fixed seeds, which no model has drawn."""
     lengths = iter(spread_evenly(responses, len(prompts) * samples))
     for place, prompt in enumerate(prompts):
         group = []

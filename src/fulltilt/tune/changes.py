@@ -1,9 +1,9 @@
-"""Changes of execution that may make a run faster: the values that come next to those of its knobs, and knobs left to `auto`.
+"""Changes of execution that may make a run faster: the next values of its knobs, and knobs left to `auto`.
 
-Enters: a configuration, a shape, devices, and the run as its own plan describes it. Leaves: `KnobChange`, each as a user types it, with the
-run that it makes. Guaranteed: what is tried is what `fulltilt plan` compares (tune/runners_up.py), also for knobs that were set by hand;
-each change parses together with the rest of the configuration and is planned again, so that all that is left to `auto` is decided with it;
-nothing is tried that fulltilt.plan refuses; arithmetic alone.
+Enters: a configuration, a shape, devices, and the run as its own plan describes it. Leaves: `KnobChange`s, each as a user types it, with
+the changed run. Guaranteed: the changes are those that `fulltilt plan` compares (tune/runners_up.py), also for knobs that were set by hand;
+each change parses together with the rest of the configuration and is planned again, so that everything left to `auto` is decided anew;
+changes that fulltilt.plan refuses are left out; arithmetic alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fulltilt.tune.own import OwnPlan, own_plan
 from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, left_alone, told
 from fulltilt.words import joined
 
-# Keys that mean something beside a value of another one alone. Where that one changes and they are refused, they go with it.
+# Keys that are legal only with certain values of another key. If that key changes and they are refused, they are removed with it.
 COMPANIONS = {
     "train.shard": ("train.shard_size",),
     "train.recompute": ("train.recompute_layers", "train.recompute_method"),
@@ -37,9 +37,9 @@ OF_SEATS = frozenset(
 
 @dataclass(frozen=True)
 class KnobChange:
-    """A change of a run, and the run that it makes."""
+    """A change of a run, and the changed run."""
 
-    setting: str  # as it is typed
+    setting: str  # as the user types it
     why: str
     keys: frozenset[str]
     run: RunDescription
@@ -50,11 +50,11 @@ class ChangeableRun:
     """A run whose knobs may be changed."""
 
     planned: PlannedRun
-    run: RunDescription  # with what its own plan has decided and with measured lengths
+    run: RunDescription  # with the decisions of its own plan and with measured lengths
 
     @cached_property
     def own(self) -> OwnPlan | None:
-        """What is planned for it here; None: its sizes are refused."""
+        """The plan that is made for the run here; None: its sizes are refused."""
         return planned_of(self.planned)
 
     @property
@@ -63,13 +63,13 @@ class ChangeableRun:
 
     @property
     def by_hand(self) -> list[str]:
-        """Performance knobs that the user has given another value than they have when they are left out."""
+        """Performance knobs that the user has set to another value than their default."""
         config = self.planned.config
         known = [key for key in keys() if key in ALLOWED and is_set(config, key)]
         return [key for key in known if configured(config, key) != left_alone(key)]
 
     def single(self) -> Iterator[KnobChange]:
-        """Changes of one knob; those that leave it to `auto` first."""
+        """Yield changes of one knob; those that leave it to `auto` first."""
         if self.own is None or self.own.refused:
             return
         for key in self.by_hand:
@@ -81,7 +81,7 @@ class ChangeableRun:
                     yield change
 
     def everything(self, without: frozenset[str] = frozenset()) -> KnobChange | None:
-        """All that was set by hand left to `auto`, where that is more than one knob."""
+        """Return the change that leaves everything set by hand to `auto`; None unless that is more than one knob."""
         free = [key for key in self.by_hand if key not in without]
         if self.own is None or self.own.refused or len(free) < 2:
             return None
@@ -97,7 +97,7 @@ class ChangeableRun:
                 return None
             try:
                 run = moved(self.run, self.own.run, after.run)
-            except UserError:  # its parts do not go together with what the run's own plan has decided
+            except UserError:  # parts of the change contradict what the run's own plan has decided
                 return None
             before = self.own.knobs
             others = {knob: value for knob, value in after.knobs.items() if value != before.get(knob)}
@@ -108,7 +108,7 @@ class ChangeableRun:
         return None
 
     def _typed(self, settings: Mapping[str, Any]) -> Iterator[list[str]]:
-        """The overrides that make a change; then those that also take out what does not go with it."""
+        """Yield the overrides that make a change; then those that also remove the keys that it makes illegal."""
         overrides = [typed(key, value) for key, value in settings.items()]
         yield overrides
         beside = [other for key in settings for other in COMPANIONS.get(key, ()) if is_set(self.planned.config, other)]
@@ -128,7 +128,7 @@ def typed(key: str, value: Any) -> str:
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config | None:
-    """The configuration as it would be with these overrides; None: it is refused."""
+    """Return the configuration with these overrides; None: it is refused."""
     given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
     try:
         return configuration.parse(given, overrides, here=False)
@@ -144,8 +144,8 @@ def planned_of(planned: PlannedRun) -> OwnPlan | None:
 
 
 def moved(actual: Any, before: Any, after: Any) -> Any:
-    """What a run becomes if its plan changes from one to another: where the two agree it stays as it is, since a run may differ from what
-    is planned for it here (its prompts are shorter than their limit, or memory has run out)."""
+    """Return a run after its plan has changed from `before` to `after`. Where the two agree it stays as it is, since a run may differ from
+    what is planned for it here (its prompts are shorter than their limit, or memory has run out)."""
     if before == after:
         return actual
     if is_dataclass(actual) and type(actual) is type(before) is type(after):
@@ -213,6 +213,6 @@ def reason(knob: str, before: Any, value: Any) -> str:
 
 
 def left_to_auto(settings: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What a knob becomes that is not set by hand any longer."""
+    """Describe the value that a knob gets when it is no longer set by hand."""
     found = [f"{key} {told(key, others[key])}" if len(settings) > 1 else told(key, others[key]) for key in settings if key in others]
     return f"left to auto, which chooses {joined(found, 'and')}" if found else "not set by hand"

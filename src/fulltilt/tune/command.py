@@ -1,4 +1,4 @@
-"""What `fulltilt plan` does: tables, descriptions and run files in, reports out. No torch."""
+"""Planning for `fulltilt plan`: reads tables, descriptions and run files, returns reports. No torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fulltilt.words import many
 
 
 def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tuple[dict[str, Any], str]:
-    """Rows of published tables, as JSON and as text."""
+    """Return the rows of published tables, as JSON and as text."""
     read = [read_table(path, hardware=hardware, shape=shape) for path in paths]
     predictions = [own for table in read for own in predict(table)]
     return as_json(read, predictions), "\n".join(lines(read, predictions))
 
 
 def described(path: Path, hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
-    """A run that is described by hand."""
+    """Return the report of a run that is described by hand."""
     run = description.read(path)
     if hardware is not None:
         run = replace(run, cluster=Cluster.parse(hardware, run.cluster.gpus))
@@ -40,7 +40,7 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
 
 
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
-    """A run of fulltilt."""
+    """Return the report of a run of fulltilt."""
     return planned_config(configuration.load(path, overrides, here=False), hardware, shape, response)
 
 
@@ -56,7 +56,7 @@ def planned_config(config: Config, hardware: str | None, shape: str | None = Non
 
 
 def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[str, Any], list[str]]:
-    """The plans of several configurations of one run, as JSON and as a table: seconds of each phase, and the knobs that differ."""
+    """Return the plans of several configurations of one run, as JSON and as a table: seconds of each phase, and the knobs that differ."""
     reports: dict[str, PlanReport] = {}
     mistakes: dict[str, str] = {}
     for name, config in configs.items():
@@ -89,7 +89,7 @@ def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[st
 
 
 def not_planned(config: Config) -> str:
-    """What the models of memory and time leave out of this run, with the remedy; empty: nothing."""
+    """Return what the models of memory and time do not cover in this run, with the remedy; an empty string if they cover all of it."""
     engine = config.rollout.engine
     if engine == "native" or not preset_of(config).rollout:
         return ""
@@ -97,7 +97,7 @@ def not_planned(config: Config) -> str:
 
 
 def cluster_for(config: Config, hardware: str | None) -> Cluster:
-    """The GPUs that the run is planned for: as many as its configuration asks for, where it does."""
+    """Return the GPUs that the run is planned for: as many as its configuration asks for, if it does."""
     workers, nodes = config.cluster.workers, config.cluster.nodes
     if workers == "auto":
         found = Cluster.parse(hardware or "H100", nodes)

@@ -1,36 +1,37 @@
-"""Decisions while a run is running: token budgets follow the memory that was measured.
+"""Decisions in a running run: token budgets follow the memory that was measured.
 
-Enters: what the passes of a step took on the worker that needed most, and the memory of its device. Leaves: a new token budget with its
-reason, or none. Guaranteed: no decision reads a clock; a budget never exceeds what the plan gave, or what memory ran out with, and never
-goes below the longest sample; it says only which samples are computed together, so no gradient depends on it. Free of torch.
+Enters: memory and tokens of a step's passes on the worker that needed most, and the memory of its device. Leaves: a new token budget with
+its reason, or none. Guaranteed: no decision reads a clock; a budget never exceeds the plan's budget, or the one that was left when memory
+ran out, and never goes below the longest sample; it only decides which samples are computed together, so no gradient depends on it. Free of
+torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-GOAL = 0.85  # share of the device that a changed budget is to fill
+GOAL = 0.85  # share of the device's memory that a changed budget should fill
 NEAR = 0.95  # a peak above this share of the device is too close to its end
 WORTHWHILE = 1.25  # a budget is raised only by this factor or more,
-MOST_AT_ONCE = 2.0  # and by no more than this one: what passes take is known for the size that was measured
+MOST_AT_ONCE = 2.0  # and by no more than this one: the memory of passes is known only for the size that was measured
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class MeasuredPasses:
-    """What the passes of one kind took in a step."""
+    """Memory and tokens of a step's passes of one kind."""
 
-    peak: float  # bytes, of everything on the device
-    activations: float  # bytes of it that came and went with a micro-batch
-    tokens: int  # those of the largest micro-batch
+    peak: float  # bytes of everything on the device
+    activations: float  # bytes of the peak that are allocated and freed with each micro-batch
+    tokens: int  # tokens of the largest micro-batch
     longest: int  # tokens of the longest sample
 
     def peak_with(self, tokens: int) -> float:
-        """The peak to expect of micro-batches with so many tokens."""
+        """Return the peak that is expected with micro-batches of this many tokens."""
         return self.peak + self.activations * (tokens / self.tokens - 1)
 
     def tokens_for(self, peak: float) -> int:
-        """The most tokens of a micro-batch with which the peak is not above this."""
+        """Return the most tokens of a micro-batch whose peak stays within this one."""
         return max(0, int(self.tokens * (1 + (peak - self.peak) / self.activations)))
 
 
@@ -41,8 +42,8 @@ class BudgetChange:
 
 
 def follow(budget: int, most: int, seen: MeasuredPasses, device: float) -> BudgetChange | None:
-    """The budget of the next step, if it changes. `most`: the plan's budget, or the one that was left when memory ran out. `device`: the
-    bytes of its memory.
+    """Return the budget of the next step, if it changes. `most`: the plan's budget, or the one that was left when memory ran out. `device`:
+    the bytes of its memory.
 
     Example: 16384 tokens at most, of which 8192 are allowed, took 30 GiB of 80, 10 of them activations -> 16384, expected to take 40 GiB
     """

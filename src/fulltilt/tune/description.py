@@ -1,7 +1,7 @@
-"""What is stated about a run, of fulltilt or of another system: the one record that the models of memory and time read.
+"""The description of a run, of fulltilt or of another system: the one record that the models of memory and time read.
 
-Enters: a TOML file (`read`), or the fields themselves. Leaves: a frozen `RunDescription`. Guaranteed: nothing is loaded; a layout that its
-GPUs cannot have, and a key that is not known, are refused with the remedy.
+Enters: a TOML file (`read`), or the fields themselves. Leaves: a frozen `RunDescription`. Guaranteed: nothing is loaded; an impossible
+layout and an unknown key are refused with the remedy.
 
     [model]                       # shape: a name of tune/shapes.py, or a folder with a config.json
     shape = "Qwen2.5-7B"
@@ -49,29 +49,29 @@ LAYOUT_WORDS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
     "usp": "sequence", "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
 }  # fmt: skip
-# Keys of a description that are fields of a `RunDescription`; [model] and [train] share them.
+# Keys of a description that are fields of a `RunDescription`, and may be in [model] or in [train].
 OF_RUN = (
     "backend", "entropy", "fused_head", "fused_rope", "offload_activations", "offload_grads", "offload_optimizer", "offload_params",
     "offload_reference", "old_logprobs", "reference",
 )  # fmt: skip
-MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] that are about batches
+MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] about micro-batches
 OF_MODEL: tuple[Role, ...] = ("critic", "reward_model")  # keys of [model] that add a model of the same size, laid out as the actor's
 OF_TRAIN = ("layout", "offload", "recompute", "system", *MICRO_BATCHES)
 
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """How a role that learns is divided. Example: TrainLayout.parse("tp4pp2cp2", 16) -> data = 1"""
+    """How a role that learns is divided among GPUs. Example: TrainLayout.parse("tp4pp2cp2", 16) -> data = 1"""
 
     tensor: int = 1
     pipeline: int = 1
-    virtual: int = 1  # parts of a stage that take turns
+    virtual: int = 1  # parts of a stage that take turns (virtual pipeline)
     context: int = 1  # GPUs that share a sequence by passing keys and values on in a ring
     sequence: int = 1  # GPUs that share a sequence by exchanging heads (Ulysses)
     expert: int = 1
     expert_tensor: int = 1
-    whole_experts: bool = False  # a tensor group has whole experts between its GPUs, and not a part of each on every one
-    shard: int = 1  # FSDP: GPUs that together have every parameter once
+    whole_experts: bool = False  # each GPU of a tensor group has other experts, whole, instead of a part of every expert
+    shard: int = 1  # FSDP: GPUs that together hold every parameter once
 
     @staticmethod
     def parse(text: str) -> TrainLayout:
@@ -85,35 +85,35 @@ class TrainLayout:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether tokens are sent to experts, which then are not cut as other layers are."""
+        """Whether tokens are sent to experts on other GPUs, so that experts are not divided like other layers."""
         return self.expert > 1 or self.expert_tensor > 1
 
     @property
     def expert_places(self) -> int:
-        """GPUs that have different experts."""
+        """Number of GPUs that hold different experts."""
         return self.tensor if self.whole_experts and not self.divides_experts else self.expert
 
     @property
     def expert_parts(self) -> int:
-        """GPUs among which an expert is cut."""
+        """Number of GPUs that share one expert."""
         if self.divides_experts:
             return self.expert_tensor
         return 1 if self.whole_experts else self.tensor
 
     @property
     def model_parallel(self) -> int:
-        """GPUs that compute a micro-batch together."""
+        """Number of GPUs that compute a micro-batch together."""
         return self.tensor * self.pipeline * self.context * self.sequence
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How many times as long as by the models a device and its host were measured to take, once a probe has measured them."""
+    """Measured seconds of a device and its host, as multiples of the modelled ones, once a probe has measured them."""
 
-    host: float = 1.0  # its launches
+    host: float = 1.0  # the host's launches
     passes: float = 1.0  # the device in passes over micro-batches
     decoding: float = 1.0  # the device in decode steps
-    rollout_s: float = 0.0  # seconds of a rollout beside those of its prompts and decode steps
+    rollout_s: float = 0.0  # seconds of a rollout beside its prompts and decode steps
 
 
 AS_MODELLED = Calibration()
@@ -121,16 +121,16 @@ AS_MODELLED = Calibration()
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """The rollout engine."""
+    """The rollout engine of a run."""
 
     tensor: int = 1
-    memory_share: float = 0.6  # of the GPU's whole memory, that an instance takes while it is awake
+    memory_share: float = 0.6  # share of the GPU's whole memory that an instance takes while it is awake
     graphs: bool = True  # CUDA graphs; False: eager
     max_seqs: int = 1024  # samples decoded at once (verl's default)
-    max_batched_tokens: int = 16384  # tokens in a pass over prompts, for which fulltilt's engine has memory beside its share
+    max_batched_tokens: int = 16384  # tokens in a pass over prompts, for which fulltilt's engine has memory outside its share
     shares_prompts: bool = True  # a prompt is read once for all its samples
-    sleeps: bool = True  # gives its memory back while others run
-    own_copy: bool = True  # False: it reads the trainer's parameters, as fulltilt's engine does
+    sleeps: bool = True  # frees its memory while other phases run
+    own_copy: bool = True  # False: the engine reads the trainer's parameters, as fulltilt's does
     keeps_copy: bool = False  # its own copy stays on the GPU while it sleeps
 
 
@@ -139,7 +139,7 @@ class BatchDescription:
     prompts: int = 512
     samples: int = 16
     minibatch_prompts: int = 32
-    token_budget: int | None = None  # tokens a GPU in a micro-batch of the update; None: by samples
+    token_budget: int | None = None  # tokens a GPU in a micro-batch of the update; None: sized by samples
     micro_batch: int = 2  # samples in a micro-batch of the update
     forward_token_budget: int | None = None
     forward_micro_batch: int = 4
@@ -152,7 +152,7 @@ class BatchDescription:
 
     @property
     def rollout_prompts(self) -> int:
-        """Prompts that are sampled at once, of which dynamic sampling keeps those that teach something."""
+        """Prompts that are sampled at once; dynamic sampling keeps the useful ones."""
         return self.prompts if self.sampled is None else self.sampled
 
     @property
@@ -174,7 +174,7 @@ class RoleDescription:
 
     role: Role
     run: RunDescription  # its model, GPUs, layout and micro-batches, as if it were alone there; it samples nothing
-    apart: bool = False  # its GPUs are its own
+    apart: bool = False  # it has GPUs of its own
 
     @property
     def called(self) -> str:
@@ -194,20 +194,20 @@ class RunDescription:
     offload_params: bool = False
     offload_grads: bool = False
     offload_optimizer: bool = False
-    offload_activations: bool = False  # they are on the host until the backward pass
-    trained: int | None = None  # numbers that learn, beside a model that is frozen (LoRA); None: all of the model's
-    old_logprobs: bool = True  # the trainer computes those of the policy before the step's first update
-    reference: bool = False  # a frozen model of the same size gives log-probs too
-    shared_reference: bool = False  # the actor without its adapters gives them: no second model is held
+    offload_activations: bool = False  # activations are on the host until the backward pass
+    trained: int | None = None  # numbers that are trained, beside a frozen model (LoRA); None: the whole model is trained
+    old_logprobs: bool = True  # the trainer computes the policy's log-probs before the step's first update
+    reference: bool = False  # a frozen model of the same size computes log-probs too
+    shared_reference: bool = False  # the actor without its adapters computes the reference log-probs: no second model is held
     offload_reference: bool = False
-    fused_head: bool = False  # logits are never whole
-    kept_logits: bool = False  # but are kept until the backward pass
+    fused_head: bool = False  # logits are never held as a whole
+    kept_logits: bool = False  # logits are kept until the backward pass
     fused_rope: bool = False
-    fused_kernels: bool | None = None  # norms, positions and gates are one kernel each; None: as the system has it
+    fused_kernels: bool | None = None  # norms, positions and gates are one kernel each; None: the system's default
     entropy: bool = True  # the update computes the entropy's gradient
-    rollout: bool = True  # False: it learns from given rows
+    rollout: bool = True  # False: it trains on given rows, without a rollout
     vocabulary_head: bool = True  # False: the model gives one number a token, as a critic does
-    itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
+    itemsize: int = 2  # bytes of a number in computation; below 4, master weights are kept as well
     others: tuple[RoleDescription, ...] = ()
     system: SystemCosts = VERL
     calibration: Calibration = AS_MODELLED
@@ -234,12 +234,12 @@ class RunDescription:
 
     @property
     def data(self) -> int:
-        """Groups of GPUs that compute different micro-batches."""
+        """Number of GPU groups that compute different micro-batches."""
         return self.cluster.gpus // self.layout.model_parallel
 
     @property
     def shard(self) -> int:
-        """GPUs that share out parameters (FSDP), or optimizer states (Megatron: those with the same part of the model)."""
+        """Number of GPUs that shard parameters (FSDP), or optimizer states (Megatron: the GPUs with the same part of the model)."""
         layout = self.layout
         if self.backend == "fsdp":
             return layout.shard if layout.shard > 1 else self.cluster.gpus
@@ -251,12 +251,12 @@ class RunDescription:
 
     @cached_property
     def fullest_stage(self) -> Shape:
-        """The layers of a pipeline's first stage, which has its share of the layers and most micro-batches under way."""
+        """The layers of a pipeline's first stage, which has its share of the layers and the most micro-batches in flight."""
         return replace(self.shape, layers=self.shape.layers[: -(-len(self.shape.layers) // self.layout.pipeline)])
 
     @property
     def all_gpus(self) -> int:
-        """Those of roles that have their own, too."""
+        """Number of all GPUs, including those of roles that have their own."""
         return self.cluster.gpus + sum(own.run.cluster.gpus for own in self.others if own.apart)
 
     @property
@@ -269,7 +269,7 @@ class RunDescription:
         return replace(self, lengths=replace(self.lengths, response=tokens), others=others)
 
     def beside(self, role: Role, **changed: Any) -> RoleDescription:
-        """A model of that role on the same GPUs, like the actor's but for what is said."""
+        """Return a model of that role on the same GPUs, like the actor's but for `changed`."""
         like = replace(self, others=(), rollout=False, reference=False, shared_reference=False, **changed)
         if role == "ref":
             return RoleDescription(role, replace(like, trained=0))
@@ -291,7 +291,7 @@ def read(path: Path) -> RunDescription:
 
 
 def describe(given: Mapping[str, Any], name: str = "description") -> RunDescription:
-    """A description from the tables of a TOML file."""
+    """Return the description that the tables of a TOML file give."""
     known = {"model", "hardware", "train", "rollout", "batch", "lengths"}
     if unknown := given.keys() - known:
         raise UserError(f"{name}: unknown section {', '.join(sorted(unknown))}. Known are {', '.join(sorted(known))}")
@@ -317,7 +317,7 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
             name=name,
             **extra | checked(train, OF_RUN, f"{name}: train", OF_TRAIN) | checked(model, OF_RUN, f"{name}: model", ("shape", *OF_MODEL)),
         )
-    except UserError:  # it says what is wrong itself
+    except UserError:  # its message already says what is wrong
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
@@ -336,7 +336,8 @@ def fields_of(record: type) -> tuple[str, ...]:
 
 
 def checked(given: dict[str, Any], known: Iterable[str], where: str, taken: Iterable[str] = ()) -> dict[str, Any]:
-    """The keys of a section that are left; `taken`: those that it may have too, and that were read already."""
+    """Return the remaining keys of a section, and refuse unknown ones. `taken`: keys that the section may have too and that were already
+    read."""
     if unknown := given.keys() - set(known):
         raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted({*known, *taken}))}")
     return given

@@ -1,13 +1,13 @@
-"""Where the time of a run went, how close each phase came to what its device can do, and the one change that would help most.
+"""Explanation of a run: where its time went, how close each phase came to the device's limits, and the one change that would help most.
 
 Enters: the folder of a run, finished, running or killed. Leaves: an `Explanation`, as lines for people or as JSON. Guaranteed: nothing but
-the folder is read (metrics.jsonl, snapshot.toml, plan.json), nothing is written, no torch; half a line at the end of the metrics is left
-out. Seconds are means over the newest steps without the run's first one, which also warms up.
+the folder is read (metrics.jsonl, snapshot.toml, plan.json), nothing is written, no torch; an incomplete last line of the metrics is
+ignored. Seconds are means over the newest steps without the run's first one, which includes warm-up.
 
 The changes are those that `fulltilt plan` compares, and knobs left to `auto` that were set by hand (tune/changes.py). A change is judged by
-what was measured: each phase's seconds are multiplied by the ratio of what the model of time predicts with the change and without it, and
-the peak grows by the difference that the model of memory predicts. Where the models do not cover a run or its device, only changes are
-weighed whose effect follows from the measurements alone.
+what was measured: each phase's seconds are multiplied by the ratio of the model of time's predictions with the change and without it, and
+the peak grows by the difference that the model of memory predicts. If the models do not cover a run or its device, only changes whose
+effect follows from the measurements alone are considered.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from fulltilt.tune.time_model import StepSeconds, model_size, read_weights
 from fulltilt.words import first_line, in_bytes, many
 
 NEWEST = 50  # steps that are averaged
-LEAST_GAIN = 0.03  # of a step's time, below which a change is not worth a word
-MEMORY_SHARE = 0.95  # of the device, that a change may fill
-UNEXPECTED = 1.5  # times the prediction, from which on a phase is remarkable
-MANY_CUT = 0.5  # share of responses that end at the limit, from which on a lower limit is weighed
+LEAST_GAIN = 0.03  # share of a step's time below which a change is not worth mentioning
+MEMORY_SHARE = 0.95  # share of the device's memory that a change may fill
+UNEXPECTED = 1.5  # factor of the prediction above which a phase is reported
+MANY_CUT = 0.5  # share of responses cut at the limit, from which on a lower limit is considered
 PHASES = {name: phase for phase, name in TIMING_NAMES.items()}
 OUTSIDE = ("save_checkpoint", "testing")  # phases that are not in `timing_s/step`
 GIB = 2**30
 BUDGET = "budget/"  # metrics of budgets that have changed
-OUT_OF_MEMORY = re.compile(r"(^|[/_])(oom|out_of_memory)")  # metrics that count it
+OUT_OF_MEMORY = re.compile(r"(^|[/_])(oom|out_of_memory)")  # metrics that count out-of-memory errors
 REMEDIES = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of the mean step. Rates are those of one device; None: not known."""
+    """A phase of the mean step. Rates are per device; None: not known."""
 
     name: str
     seconds: float
-    share: float  # of all the time, validation and saving included
+    share: float  # of the whole time, validation and saving included
     predicted: float | None = None
     flops: float | None = None  # FLOP/s, recomputed parts not counted
-    flops_share: float | None = None  # of the device's figure
-    bytes: float | None = None  # bytes per second from memory, of weights, keys and values
+    flops_share: float | None = None  # share of the device's peak
+    bytes: float | None = None  # bytes per second that are read from memory: weights, keys and values
     bytes_share: float | None = None
     peak: int | None = None  # most bytes of any of the steps
     predicted_peak: int | None = None
@@ -83,12 +83,12 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Improvement:
-    """A change of a run, and what it would save of each step."""
+    """A change of a run, and the seconds that it would save in each step."""
 
-    setting: str  # as it is typed; empty: it is no setting
+    setting: str  # as the user types it; empty: the change is no setting
     why: str
     seconds: float
-    share: float  # of all the time
+    share: float  # of the whole time
     changes_results: bool = False
 
     @property
@@ -99,18 +99,18 @@ class Improvement:
 @dataclass(frozen=True)
 class Explanation:
     folder: str
-    steps: tuple[int, int] | None  # first and last step that are averaged; None: no step has finished
+    steps: tuple[int, int] | None  # first and last step of the average; None: no step has finished
     devices: UsedDevices | None
     seconds: float = 0.0  # of the mean step, validation and saving included
     tokens_per_s: float = 0.0  # for each device
     phases: tuple[PhaseTime, ...] = ()
     between: float = 0.0  # seconds in no phase
     utilization: float | None = None
-    memory: int | None = None  # bytes of a device
-    out_of_memory: Mapping[str, float] = field(default_factory=dict)  # counts, by metric
-    budgets: Mapping[str, float] = field(default_factory=dict)  # those that are no longer as planned
+    memory: int | None = None  # bytes of a device's memory
+    out_of_memory: Mapping[str, float] = field(default_factory=dict)  # counts of out-of-memory errors, by metric
+    budgets: Mapping[str, float] = field(default_factory=dict)  # budgets that have changed since the plan
     kv_use: float | None = None  # highest share of the KV cache's blocks in use
-    preemptions: float = 0.0  # samples of all these steps
+    preemptions: float = 0.0  # samples that were preempted in all these steps
     changes: tuple[Improvement, ...] = ()  # the best first
     notes: tuple[str, ...] = ()
 
@@ -144,7 +144,7 @@ class Explanation:
         }
 
     def lines(self) -> Iterator[str]:
-        """All of it, for people."""
+        """Yield the whole explanation, for people."""
         if not self.steps:
             yield f"{self.folder}: no step has finished yet"
             return
@@ -180,7 +180,7 @@ class Explanation:
             yield f"peak {in_bytes(own.peak)}{of_device}{predicted}"
 
     def summary(self) -> Iterator[str]:
-        """The end of a run in two lines."""
+        """Yield the summary that ends a run, in two lines."""
         if not self.steps:
             return
         large = [own for own in sorted(self.phases, key=lambda phase: -phase.seconds) if own.share >= 0.05]
@@ -194,7 +194,7 @@ class Explanation:
 
 
 def roofline(own: PhaseTime, *, short: bool = False) -> str:
-    """How close a phase came to the device's figures: that of arithmetic or that of memory, whichever is closer."""
+    """Say how close a phase came to the device's peak in FLOP/s or in memory bandwidth, whichever is closer."""
     if own.flops is None or own.flops_share is None:
         return ""
     by_memory = own.bytes is not None and (own.bytes_share or 0) > own.flops_share
@@ -206,7 +206,7 @@ def roofline(own: PhaseTime, *, short: bool = False) -> str:
 
 
 def with_unit(count: float) -> str:
-    """Example: `412 T`, `3.1 G`."""
+    """Write a number with its unit prefix. Example: `412 T`, `3.1 G`."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -218,7 +218,7 @@ def with_unit(count: float) -> str:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a folder says of its run, as far as it can be read."""
+    """The contents of a run's folder, as far as they can be read."""
 
     folder: Path
     config: Config | None = None
@@ -229,7 +229,7 @@ class SavedRun:
 
     @cached_property
     def gpu(self) -> Accelerator | None:
-        """The figures of the device; None: not in the hardware table."""
+        """The figures of the device; None: the hardware table does not have it."""
         try:
             return self.devices.cluster.gpu if self.devices else None
         except UserError:
@@ -247,12 +247,12 @@ def read_run(folder: Path) -> SavedRun:
         return replace(found, run=describe_run(found.config, found.shape, found.devices, read_plan(given), calibration))
     except KeyError as error:
         return replace(found, why_not=f"plan.json has no {error}: another version of fulltilt wrote it")
-    except Exception as error:  # the folder's files may hold anything
+    except Exception as error:  # the folder's files may contain anything
         return replace(found, why_not=first_line(error))
 
 
 def explain(folder: Path) -> Explanation:
-    """Raises UserError if it is not the folder of a run."""
+    """Explain the run of a folder. Raises UserError if it is not the folder of a run."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file() and not (folder / RUN_MARKER).is_file():
         raise UserError(f"{folder}: is not the folder of a run: it has no metrics.jsonl. Give the run.dir of a run")
@@ -267,8 +267,8 @@ def explain(folder: Path) -> Explanation:
 
 
 def mean_line(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each metric, with 0 for phases in steps that do not have them, since not every step validates or saves; of memory and of
-    the longest lengths the most."""
+    """Return the mean of each metric. Phases count as 0 in steps that do not have them, since not every step validates or saves; memory and
+    the longest lengths are maxima."""
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "nonfinite"))
     found = {}
     for name in names:
@@ -314,12 +314,12 @@ def explained(saved: SavedRun, lines: Sequence[Mapping[str, Any]]) -> Explanatio
 
 @dataclass(frozen=True)
 class MeanStep:
-    """The mean step of a run: what it computed, and what would change it."""
+    """The mean step of a run: what it computed, and which changes would make it faster."""
 
     saved: SavedRun
     line: Mapping[str, float]
     seconds: float
-    measured: Mapping[str, float]  # by the names of phases under `timing_s/`
+    measured: Mapping[str, float]  # seconds of phases, by their names under `timing_s/`
 
     @cached_property
     def run(self) -> RunDescription | None:
@@ -355,7 +355,7 @@ class MeanStep:
 
     @cached_property
     def _row_flops(self) -> float:
-        """Of the forward and backward pass of a mean row."""
+        """FLOPs of the forward and backward pass of a mean row."""
         shape, line = self.saved.shape, self.line
         assert shape
         if "response_length/mean" in line:
@@ -367,7 +367,7 @@ class MeanStep:
 
     @property
     def _rows(self) -> float:
-        """Samples of the step that could be learned from, or rows of SFT."""
+        """Samples of the step that could be trained on, or rows of SFT."""
         config = self.saved.config
         assert config
         if "response_length/mean" not in self.line:
@@ -390,7 +390,7 @@ class MeanStep:
         return None
 
     def _bytes(self, name: str) -> float | None:
-        """Bytes that decoding has read: the weights in every pass, keys and values of every sample."""
+        """Return the bytes that decoding has read: the weights in every pass, keys and values of every sample."""
         shape, line = self.saved.shape, self.line
         if name != "gen" or shape is None or not line.get("rollout/passes"):
             return None
@@ -428,7 +428,7 @@ class MeanStep:
         return Improvement(setting, why, seconds, seconds / self.seconds, changes_results)
 
     def _by_measurement(self, config: Config) -> Iterator[Improvement]:
-        """Changes whose effect needs no model."""
+        """Yield changes whose effect follows without a model."""
         line, reward = self.line, self.measured.get("reward", 0.0)
         if reward and not uses_reward_model(config):
             processes = config.reward.workers
@@ -464,7 +464,7 @@ class MeanStep:
 
     @cached_property
     def changeable(self) -> ChangeableRun | None:
-        """None: the models do not cover the run."""
+        """The run with its knobs to change; None: the models do not cover the run."""
         saved, run = self.saved, self.run
         if not (run and saved.config and saved.shape and saved.devices):
             return None
@@ -472,10 +472,10 @@ class MeanStep:
         return ChangeableRun(planned, run)
 
     def _by_models(self, own: ChangeableRun) -> Iterator[Improvement]:
-        """Changes of execution, by the models of time and memory. Results stay as they are."""
+        """Yield changes of execution that leave results as they are, judged by the models of time and memory."""
         seen, most = {own.run}, 0.0
         all_decoded = not self.line.get("rollout/most_waiting", 1) and not self.line.get("rollout/preemptions")
-        useless = OF_SEATS if all_decoded else frozenset()  # none has waited to be decoded
+        useless = OF_SEATS if all_decoded else frozenset()  # no sample has waited to be decoded
         for change in own.single():
             if change.keys <= useless or change.run in seen:
                 continue
@@ -493,7 +493,7 @@ class MeanStep:
         return step_seconds(self.run, self.line), memory_of(self.run)
 
     def _weighed(self, change: KnobChange) -> Improvement | None:
-        """None: it saves nothing, or does not fit."""
+        """Return the improvement by a change; None: it saves nothing, or does not fit."""
         (seconds, held), needed = self._predicted, memory_of(change.run)
         if not needed.engine_starts or not self._fits(change.run, held, needed):
             return None
@@ -509,7 +509,7 @@ class MeanStep:
         return self._improvement(change.setting, change.why + taken, saved)
 
     def _fits(self, changed: RunDescription, before: MemoryModel, after: MemoryModel) -> bool:
-        """Whether the peaks that were measured, and what the change adds to them, fit the device."""
+        """Return whether the measured peaks fit the device together with the memory that the change adds."""
         for name in MEMORY_PHASES:
             then, now = peak_of(after, name), peak_of(before, name)
             if then is None:

@@ -1,11 +1,11 @@
 """The model of memory: bytes by kind on the fullest GPU, in each phase of a step.
 
 Enters: a `RunDescription`. Leaves: `PhaseMemory` for each phase, and whether all fit. Guaranteed: arithmetic alone. Parameters are those of
-the shape, divided as the layout says; what layers keep is `Shape.kept_bytes`; what the head takes is footprint.py's where it is fused. A
-micro-batch by samples counts as the largest one to expect in a step, one by tokens as its budget.
+the shape, divided as the layout says; `Shape.kept_bytes` gives the activations that layers keep, and footprint.py the memory of a fused
+head. A micro-batch sized by samples counts as the largest expected in a step, one sized by tokens as its budget.
 
 Phases: `rollout` (the engine is awake beside what the trainer did not offload), `sync` (new parameters enter the engine, whose cache is not
-there yet), `old-logprob` and `ref-logprob` (passes without gradient, where the algorithm has them) and `update-actor`; with other roles
+allocated yet), `old-logprob` and `ref-logprob` (passes without gradient, if the algorithm has them) and `update-actor`; with other roles
 also `reward`, `ref-logprob`, `values` and `update-critic`, beside the actor or on the fullest of the role's own GPUs. The model of time has
 the same names.
 """
@@ -29,9 +29,9 @@ from fulltilt.tune.packing import packing
 from fulltilt.words import in_bytes
 
 Phase = Literal["rollout", "sync", "reward", "old-logprob", "ref-logprob", "values", "update-critic", "update-actor"]
-PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # without gradient
+PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # phases of passes without gradient
 FP32 = 4
-MOMENTS = 2  # that Adam keeps of each number
+MOMENTS = 2  # that Adam keeps for each number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PhaseMemory:
     """Bytes of one phase, by kind."""
 
     kinds: Mapping[str, int]
-    limit: int  # bytes of the GPU
+    limit: int  # bytes of the GPU's memory
 
     @property
     def total(self) -> int:
@@ -57,8 +57,8 @@ class PhaseMemory:
 @dataclass(frozen=True)
 class MemoryModel:
     phases: Mapping[Phase, PhaseMemory]
-    kv_bytes: int  # that the engine's cache gets; below one sample's need: it cannot start
-    sample_kv_bytes: int  # of the longest row
+    kv_bytes: int  # bytes of the engine's cache; with fewer than one sample needs, the engine cannot start
+    sample_kv_bytes: int  # bytes that the longest row needs
 
     @property
     def engine_starts(self) -> bool:
@@ -70,7 +70,7 @@ class MemoryModel:
 
     @property
     def overshoot(self) -> float:
-        """How far it is from fitting: memory wanted beyond the limits, as a share of them, over all phases."""
+        """Memory that is missing in all phases together, as a share of the GPU's."""
         missing = max(0, self.sample_kv_bytes - self.kv_bytes) + sum(max(0, phase.total - phase.limit) for phase in self.phases.values())
         return missing / max(1, next(iter(self.phases.values())).limit)
 
@@ -79,7 +79,7 @@ class MemoryModel:
 
     @property
     def reasons(self) -> list[str]:
-        """Why it does not fit, one line for each phase that does not."""
+        """Why the run does not fit, one line for each phase that does not."""
         found = []
         if not self.engine_starts:
             found.append(
@@ -138,19 +138,19 @@ def memory_of(run: RunDescription) -> MemoryModel:
 
 
 def staying_bytes(run: RunDescription) -> dict[str, int]:
-    """What a role keeps on the GPU while others work. Gathered parameters are given back, and so are gradients of shards."""
+    """Return the bytes that a role keeps on the GPU while others work. Gathered parameters are freed, and so are gradients of shards."""
     held = held_bytes(run)
     if run.backend == "fsdp":
         held |= {"parameters": held["parameters"] - gathered_bytes(run), "gradients": 0}
     away = zip(held, (run.offload_params, run.offload_grads, run.offload_optimizer), strict=True)
     left = {kind: 0 for kind, offloaded in away if offloaded}
-    if run.system.streams_optimizer and run.offload_optimizer:  # the buckets that it passes through
+    if run.system.streams_optimizer and run.offload_optimizer:  # buckets of the optimizer's states pass through this memory
         left["optimizer"] = min(held["optimizer"], STREAMED)
     return held | left
 
 
 def working_bytes(run: RunDescription) -> dict[str, int]:
-    """What it holds in its update."""
+    """Return the bytes that a role holds in its update."""
     held = held_bytes(run)
     if run.system.streams_optimizer and run.offload_optimizer:
         held["optimizer"] = min(held["optimizer"], STREAMED)
@@ -158,7 +158,7 @@ def working_bytes(run: RunDescription) -> dict[str, int]:
 
 
 def named(own: RoleDescription, held: Mapping[str, int]) -> dict[str, int]:
-    """The bytes of another role by kinds of their own; a model that does not learn has parameters alone."""
+    """Return the bytes of another role under kinds of its own; a role that is not trained has parameters alone."""
     if not own.run.trained and own.run.trained is not None:
         return {own.called: held["parameters"]}
     return {f"{own.called} {kind}": count for kind, count in held.items()}
@@ -169,9 +169,9 @@ def named(own: RoleDescription, held: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers on the fullest GPU, before data-parallel GPUs share anything out."""
+    """Numbers on the fullest GPU, before they are sharded among data-parallel GPUs."""
 
-    shared: int  # all but experts
+    shared: int  # everything but experts
     experts: int
 
     @property
@@ -181,25 +181,25 @@ class ParameterCounts:
 
 @cache
 def parameters(shape: Shape) -> ParameterCounts:
-    """Of a whole model."""
+    """Count the parameters of a whole model."""
     total = sum(shape.parameters_by_kind().values())
     experts = sum(map(shape.expert_parameters, shape.layers))
     return ParameterCounts(total - experts, experts)
 
 
 def model_parameters(run: RunDescription) -> ParameterCounts:
-    """Of a whole model with the head that it has."""
+    """Count the parameters of a whole model with the head that the role has."""
     whole = parameters(run.shape)
     return whole if run.vocabulary_head else replace(whole, shared=whole.shared + headless(run.shape))
 
 
 def headless(shape: Shape) -> int:
-    """Numbers more (fewer, if below 0) where a model gives one number a token."""
+    """Return how many more parameters (fewer, if negative) a model has that gives one number a token instead of logits."""
     return shape.width + 1 - (0 if shape.tied else shape.vocabulary * shape.width)
 
 
 def own_parameters(run: RunDescription) -> ParameterCounts:
-    """Of the fullest stage: its layers, and the embedding or the head, cut by tensor and expert parallelism."""
+    """Count the parameters of the fullest stage: its layers, and the embedding or the head, divided by tensor and expert parallelism."""
     layout, shape = run.layout, run.shape
     if run.backend == "fsdp":
         whole = model_parameters(run)
@@ -213,10 +213,10 @@ def own_parameters(run: RunDescription) -> ParameterCounts:
 
 
 def held_bytes(run: RunDescription) -> dict[str, int]:
-    """Parameters, gradients and optimizer states of the actor in an update."""
+    """Return the bytes of parameters, gradients and optimizer states of a role in an update."""
     own, layout, itemsize = own_parameters(run), run.layout, run.itemsize
     wide, low = max(FP32, itemsize), itemsize < FP32
-    masters = MOMENTS + low  # numbers that the optimizer keeps of each one; those of float32 are their own masters
+    masters = MOMENTS + low  # numbers that the optimizer keeps for each parameter; float32 parameters are their own masters
     if run.trained is not None:  # frozen parameters have no master
         learned = run.trained // layout.tensor
         states = masters * wide * learned // run.shard
@@ -224,16 +224,16 @@ def held_bytes(run: RunDescription) -> dict[str, int]:
             shards = itemsize * (own.total + learned) // run.shard
             return {"parameters": shards + gathered_bytes(run), "gradients": wide * learned // run.shard, "optimizer": states}
         return {"parameters": itemsize * (own.total + learned), "gradients": wide * learned, "optimizer": states}
-    if run.backend == "fsdp":  # wide shards are their own masters
+    if run.backend == "fsdp":  # fp32 shards are their own masters
         each = wide * own.total // run.shard
         return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": MOMENTS * each}
     states = masters * wide * (own.shared // run.shard + own.experts // expert_copies(run))
-    sums = 1 if low or run.cluster.gpus == 1 else 2  # wide gradients of autograd are summed in memory of their own among several workers
+    sums = 1 if low or run.cluster.gpus == 1 else 2  # with several workers, fp32 gradients of autograd are summed in memory of their own
     return {"parameters": itemsize * own.total, "gradients": sums * wide * own.total, "optimizer": states}
 
 
 def expert_copies(run: RunDescription) -> int:
-    """GPUs that have the same experts, and share out their optimizer states."""
+    """Return the number of GPUs that have the same experts and share their optimizer states."""
     layout = run.layout
     if not layout.divides_experts:
         return run.shard
@@ -241,20 +241,20 @@ def expert_copies(run: RunDescription) -> int:
 
 
 def gathered_bytes(run: RunDescription) -> int:
-    """What FSDP has whole at once: two layers in bf16, and the tables."""
+    """Return the bytes that FSDP has gathered at once: two layers in bf16, and the embedding and the head."""
     layer = gathered_parameters(run) // len(run.shape.layers)
     tables = (2 if run.vocabulary_head else 1) * run.shape.vocabulary * run.shape.width // run.layout.tensor
     return run.itemsize * (2 * layer + tables)
 
 
 def gathered_parameters(run: RunDescription) -> int:
-    """Numbers of a model that a GPU of FSDP gathers one after the other: of experts that are divided, its own ones."""
+    """Return how many numbers of a model a GPU gathers with FSDP, layer by layer: if experts are divided, only the GPU's own."""
     own = own_parameters(run)
     return own.shared + own.experts // run.layout.expert
 
 
 def learned_parameters(run: RunDescription) -> int:
-    """Numbers of the fullest GPU that learn, before data-parallel GPUs share anything out."""
+    """Return how many numbers are trained on the fullest GPU, before they are sharded among data-parallel GPUs."""
     return own_parameters(run).total if run.trained is None else run.trained // run.layout.tensor
 
 
@@ -266,12 +266,12 @@ def reference_bytes(run: RunDescription) -> int:
 
 
 def context_bytes(run: RunDescription) -> int:
-    """What the driver and NCCL take of a GPU; nothing on a CPU."""
+    """Return the bytes of a GPU that the driver and NCCL take; 0 on a CPU."""
     return 0 if run.gpu.is_cpu else c.CONTEXT + c.COMMUNICATOR * groups(run)
 
 
 def groups(run: RunDescription) -> int:
-    """Kinds of groups that have a communicator."""
+    """Return how many kinds of groups have a communicator."""
     layout = run.layout
     sampling = run.engine.tensor if run.rollout else 1
     sizes = (layout.tensor, layout.pipeline, layout.context, layout.sequence, layout.expert, run.data, sampling)
@@ -282,7 +282,7 @@ def groups(run: RunDescription) -> int:
 
 
 def update_tokens(run: RunDescription) -> float:
-    """Tokens on each GPU of the largest micro-batch of the update."""
+    """Return the tokens on each GPU of the largest micro-batch of the update."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
     if batch.token_budget is not None and run.system.packs:
         return packing(run, batch.token_budget, batch.updates).largest
@@ -292,7 +292,7 @@ def update_tokens(run: RunDescription) -> float:
 
 
 def forward_tokens(run: RunDescription) -> float:
-    """The same, of passes without gradient."""
+    """Return the tokens on each GPU of the largest micro-batch in passes without gradient."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
     if batch.forward_token_budget is not None and run.system.packs:
         return packing(run, batch.forward_token_budget, 1).largest
@@ -303,25 +303,26 @@ def forward_tokens(run: RunDescription) -> float:
 
 
 def most_tokens(run: RunDescription, budget: int, updates: int) -> float:
-    """Tokens on each GPU of a micro-batch with this budget: all that there are, or the budget, or a sample that is longer alone."""
+    """Return the most tokens on each GPU of a micro-batch with this budget: all tokens of the mini-batch if they are fewer, else the
+    budget, or one longer sample alone."""
     together = run.layout.context * run.layout.sequence
     there = run.tokens / (run.data * updates) * run.lengths.imbalance(run.data, run.batch.rows // (run.data * updates))
     return min((there + run.lengths.mean) / together, max(float(budget), (run.lengths.prompt + run.lengths.most_response) / together))
 
 
 def in_flight(run: RunDescription) -> float:
-    """Micro-batches whose activations the first stage holds at once; with virtual stages a part of one more."""
+    """Return the number of micro-batches whose activations the first stage holds at once; with virtual stages a part of one more."""
     stages, virtual = run.layout.pipeline, run.layout.virtual
     return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
 def update_bytes(run: RunDescription) -> dict[str, int]:
-    """Activations and the head, on the pipeline's first stage, which holds most micro-batches, or on its last, which has the head. The head
-    is done before the layers' backward pass begins."""
+    """Return the bytes of activations and of the head, on the pipeline's first stage, which holds most micro-batches, or on its last, which
+    has the head. The head is done before the layers' backward pass begins."""
     tokens, stage = update_tokens(run), run.fullest_stage
     margin = 1.0 if run.system.packs else ACTIVATION_MARGIN  # fulltilt's micro-batches are known by their tokens
     kept = margin * tokens * stage.kept_bytes(run.itemsize, fused=run.fused_layers, recompute=run.recompute) / run.layout.tensor
-    if run.offload_activations:  # but for what is on its way there, about a layer
+    if run.offload_activations:  # all but about one layer's activations, which are on their way to the host
         kept /= len(stage.layers)
     again = 1 if run.recompute.units(len(stage.layers)) else 0
     working = margin * tokens * (gradient_of_layer(run, again) if run.system.packs else largest_layer(run) * (1 + again))
@@ -339,8 +340,8 @@ def forward_bytes(run: RunDescription) -> dict[str, int]:
 
 
 def gradient_of_layer(run: RunDescription, again: int) -> float:
-    """Bytes of a token while a layer's gradients are computed: of the wide result between its products, and of three hidden states; with
-    recompute beside what the layer kept."""
+    """Return the bytes of a token while a layer's gradients are computed: the wide result between the layer's products, and three hidden
+    states; with recompute also what the layer kept."""
 
     def wide(layer: DecoderLayer) -> int:
         return layer.experts.active * 2 * layer.experts.inner if layer.experts else layer.inner
@@ -350,17 +351,17 @@ def gradient_of_layer(run: RunDescription, again: int) -> float:
 
 
 def read_share(run: RunDescription) -> float:
-    """The share of tokens that the head reads: all, or those that are trained on."""
+    """Return the share of tokens that the head reads: all, or only those that are trained on."""
     return run.lengths.response / run.lengths.mean if run.system.packs else 1.0
 
 
 def largest_layer(run: RunDescription) -> float:
-    """Bytes of a token in the layer that keeps most."""
+    """Return the bytes of a token in the layer that keeps most."""
     return max(run.shape.layer_bytes(layer, run.itemsize, fused=run.fused_layers) for layer in set(run.shape.layers)) / run.layout.tensor
 
 
 def read_tokens(run: RunDescription, *, learns: bool) -> float:
-    """Tokens on each GPU that the head reads of a micro-batch: all of the largest one, or the most that are trained on."""
+    """Return the tokens on each GPU that the head reads of a micro-batch: all of the largest one, or the most that are trained on."""
     batch, lengths, together = run.batch, run.lengths, run.layout.context * run.layout.sequence
     if not run.system.packs:
         return update_tokens(run) if learns else forward_tokens(run)
@@ -371,7 +372,7 @@ def read_tokens(run: RunDescription, *, learns: bool) -> float:
 
 
 def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
-    """Bytes of the head over so many tokens."""
+    """Return the bytes of the head over `rows` tokens."""
     if not run.vocabulary_head:
         return 0
     vocabulary = run.shape.vocabulary // run.layout.tensor
@@ -387,7 +388,7 @@ def head_of(run: RunDescription, rows: float, *, learns: bool) -> int:
 
 
 def prefill_bytes(run: RunDescription) -> int:
-    """Activations of a pass over prompts, each of which is read once for all its samples where those share it."""
+    """Return the bytes of activations in a pass over prompts, each of which is read once for all its samples if these share it."""
     at_once, reads = -(-run.engine.max_seqs // run.batch.samples), 1 if run.engine.shares_prompts else run.batch.samples
     tokens = most_in_a_pass(run.engine.max_batched_tokens, run.batch.rollout_prompts, run.engines, reads * run.lengths.prompt, at_once)
     return pass_bytes(run.shape, tokens, run.itemsize, fused=run.fused_layers, parts=run.engine.tensor)
@@ -398,16 +399,16 @@ def engine_weights(run: RunDescription) -> int:
 
 
 def engine_bytes(run: RunDescription) -> int:
-    """What an engine takes of a GPU while it is awake: a share of the whole memory, its weights included."""
+    """Return the bytes of a GPU that an engine takes while it is awake: a share of the whole memory, its weights included."""
     return round(run.engine.memory_share * run.gpu.memory)
 
 
 def kv_parts(run: RunDescription) -> int:
-    """Among how many GPUs keys and values of a sample are divided: heads beyond their number are copies."""
+    """Return the number of GPUs among which keys and values of a sample are divided: beyond the number of key heads they are copies."""
     return min(run.engine.tensor, max(layer.key_heads for layer in run.shape.layers))
 
 
 def with_share_of_memory(run: RunDescription, share: float) -> RunDescription:
-    """The same run on GPUs with less memory."""
+    """Return the same run on GPUs with this share of their memory."""
     gpu = replace(run.gpu, memory=int(run.gpu.memory * share))
     return replace(run, cluster=replace(run.cluster, gpu=gpu))

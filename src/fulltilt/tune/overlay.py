@@ -1,8 +1,8 @@
 """The overlay: a small TOML file with performance settings that `fulltilt tune` chose for a model on a device, and the evidence for them.
 
-Enters: the file, and the run file with its overrides. Leaves: the overrides to train with, and what to tell about them. Guaranteed: no
-torch; only performance knobs are taken, never a key of the algorithm; a setting applies where run file and command line leave its key to
-`auto`; one on the command line wins, which is told, and one in the run file that differs is an error; an overlay of another model or other
+Enters: the file, and the run file with its overrides. Leaves: the overrides to train with, and notes about them. Guaranteed: no torch; only
+performance knobs are used, never a key of the algorithm; a setting applies if run file and command line leave its key to `auto`; a
+different one on the command line wins, with a note, and a different one in the run file is an error; an overlay for another model or other
 devices is refused.
 
     [actor]
@@ -37,9 +37,9 @@ from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.words import many
 
 EVIDENCE = "tuned"
-# How many devices there are, and which roles have some to themselves, is for the user to say.
+# The user decides how many devices there are, and which roles have some to themselves.
 ALLOWED = frozenset(knob.name for knob in knobs.LEDGER if knob.built and not knob.name.startswith(("algorithm.", "cluster.")))
-# Settings that a tuned step depends on and that may differ all the same: the run tells it.
+# Settings that a tuned step depends on and that may differ all the same: the run reports the difference.
 WORKLOAD = (
     "algorithm.name", "algorithm.prompts_per_step", "algorithm.samples_per_prompt", "algorithm.minibatches_per_step", "algorithm.epochs",
     "data.max_prompt_tokens", "rollout.max_new_tokens",
@@ -49,21 +49,21 @@ NUMBERS = ("predicted_s", "measured_s", "tokens_per_s", "peak_gib")
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting that was considered, and what is known of it. None: not known."""
+    """A setting that was considered, and its results. None: not known."""
 
-    knobs: Mapping[str, Any]  # none: everything that the run file leaves to `auto` stays there
+    knobs: Mapping[str, Any]  # empty: everything that the run file leaves to `auto` stays there
     predicted_s: float | None = None  # seconds of a step
     measured_s: float | None = None
     tokens_per_s: float | None = None
-    peak_gib: float | None = None  # memory of the device
+    peak_gib: float | None = None  # peak memory of the device
     failed: str = ""  # why it could not be measured
 
 
 @dataclass(frozen=True)
 class TunedFor:
-    """What the settings of an overlay were chosen for."""
+    """Model, devices and workload that an overlay's settings were chosen for."""
 
-    model: str  # in words
+    model: str  # description in words
     shape: str  # fingerprint
     device: str
     devices: int
@@ -92,7 +92,7 @@ def workload_of(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(shape: Shape, config: Config) -> str:
-    """Identifies what is trained, as far as memory and time depend on it: sizes, type of the parameters, adapters."""
+    """Return a key of the properties of the trained model that memory and time depend on: sizes, type of the parameters, adapters."""
     layers = [
         (own.heads, own.key_heads, own.head_width, own.inner, own.experts and tuple(vars(own.experts).values())) for own in shape.layers
     ]
@@ -115,7 +115,7 @@ def describe_shape(shape: Shape) -> str:
 
 
 def write(overlay: Overlay, command: str) -> str:
-    """The file's text. `command`: what made it."""
+    """Return the text of the overlay file. `command`: the command that made it."""
     how = "measured on these devices" if overlay.measured else "predicted, not measured"
     lines = [f"# Performance settings by `{command}`, {how}. Use them with: fulltilt train RUN.toml --overlay THIS_FILE"]
     if not overlay.knobs:
@@ -134,7 +134,7 @@ def write(overlay: Overlay, command: str) -> str:
 
 
 def quoted_table(values: Mapping[str, Any]) -> str:
-    """An inline table whose keys are dotted names."""
+    """Write an inline table whose keys are dotted names."""
     inside = ", ".join(f"{toml_value(key)} = {toml_value(value)}" for key, value in values.items())
     return f"{{ {inside} }}" if inside else "{}"
 
@@ -192,14 +192,14 @@ def trials_of(given: Any, path: Path) -> Iterator[Trial]:
 
 @dataclass(frozen=True)
 class Applied:
-    """The overrides of a run with an overlay, and what to tell."""
+    """The overrides of a run with an overlay, and notes about them."""
 
     overrides: list[str]
     notes: list[str]
 
 
 def check_origin(overlay: Overlay, path: Path, here: TunedFor) -> None:
-    """Refuse an overlay of another model or of other devices."""
+    """Refuse an overlay for another model or other devices."""
     made, again = overlay.made_for, f"Tune again: fulltilt tune RUN.toml --out {path}"
     if made.shape != here.shape:
         raise UserError(
@@ -211,17 +211,18 @@ def check_origin(overlay: Overlay, path: Path, here: TunedFor) -> None:
 
 
 def same_device(one: str, other: str) -> bool:
-    """Whether two names are those of the same device, as people or as the driver write it."""
+    """Return whether two names, as people or as the driver writes them, mean the same device."""
     if one == other:
         return True
     try:
         return accelerator(one) == accelerator(other)
-    except UserError:  # not in the table: the driver's name has the one that people write among its words
+    except UserError:  # not in the table: the name that people write is one of the words of the driver's name
         return min(one, other, key=len).lower() in re.split(r"[\s_]+", max(one, other, key=len).lower())
 
 
 def apply(overlay: Overlay, path: Path, run: Path, overrides: Sequence[str], here: TunedFor, config: Config) -> Applied:
-    """The overrides with which a run uses an overlay. `config`: of the run without it. `here`: what this run would be tuned for."""
+    """Return the overrides with which a run uses an overlay. `config`: the run's configuration without it. `here`: what this run would be
+    tuned for."""
     check_origin(overlay, path, here)
     tables = configuration.read_toml(run)
     used, notes = dict[str, Any](), list[str]()
@@ -256,7 +257,7 @@ def told(overlay: Overlay, path: Path, used: Mapping[str, Any], here: TunedFor) 
 
 
 def unset(key: str, overrides: Iterable[str]) -> bool:
-    """Whether the command line unsets a key."""
+    """Return whether the command line unsets a key."""
     return any(given.strip() == f"~{key}" for given in overrides)
 
 

@@ -1,8 +1,9 @@
-"""The plan of a run of fulltilt on hardware that is not here: what fulltilt.plan decides, and what the models of memory and time say of it.
+"""The plan of a run of fulltilt on hardware that need not be here: what fulltilt.plan decides, and the inputs of the models of memory and
+time.
 
 Enters: a configuration, a shape, a cluster and the mean response. Leaves: a `RunDescription`, the knobs with their reasons, or why nothing
-fits. Guaranteed: no weights, no data, no GPU; `auto` is decided by fulltilt.plan, as in the run itself, for each team of GPUs that have
-the same roles.
+fits. Guaranteed: no weights, no data, no GPU; `auto` is decided by fulltilt.plan, as in the run itself, for each team of GPUs that have the
+same roles.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ from fulltilt.tune.memory_model import parameters
 from fulltilt.tune.shapes import named_shape
 from fulltilt.words import joined, many
 
-HOST_SHARE = 2  # times a GPU's memory, that its machine has as host memory for it (DGX H100: 2 TB for 640 GB)
-PROMPT_TOKENS = 256  # mean of a prompt, at most half of the longest
-ROW_TOKENS = 4096  # of the longest row of SFT, where data.max_tokens does not say
+HOST_SHARE = 2  # host memory of a machine for each of its GPUs, as a multiple of the GPU's memory (DGX H100: 2 TB for 640 GB)
+PROMPT_TOKENS = 256  # mean tokens of a prompt, at most half of the longest
+ROW_TOKENS = 4096  # tokens of the longest row of SFT, if data.max_tokens does not set them
 BUDGETS_OF = {
     "actor": ("token_budget", "forward_token_budget"),
     "critic": ("critic_token_budget", "critic_forward_token_budget"),
@@ -70,14 +71,14 @@ BUDGETS_OF = {
 @dataclass(frozen=True)
 class OwnPlan:
     run: RunDescription
-    knobs: Mapping[str, Any] = field(default_factory=dict)  # where fulltilt.plan refuses the run, those that are known
+    knobs: Mapping[str, Any] = field(default_factory=dict)  # only the known ones, if fulltilt.plan refuses the run
     reasons: tuple[str, ...] = ()  # what the run does, and what the models leave out
     refused: str = ""  # why fulltilt.plan finds that it does not fit
     why: Mapping[str, str] = field(default_factory=dict)  # why each knob has its value
 
 
 def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> OwnPlan:
-    """`response`: mean tokens; None: a quarter of the longest."""
+    """Plan a run. `response`: mean tokens; None: a quarter of the longest."""
     check_device(config, cluster)
     settings, lengths = algorithm_settings(config), lengths_of(config, shape, response)
     shapes, unknown = shapes_of(config, shape, settings)
@@ -94,7 +95,7 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
 
 
 def lengths_of(config: Config, shape: Shape, response: float | None) -> Lengths:
-    """Prompts and responses; where rows are given (SFT), both count as response."""
+    """Return the lengths of prompts and responses; if rows are given (SFT), the whole row counts as response."""
     longest = longest_row(config, shape)
     if not preset_of(config).rollout:
         return Lengths(0, longest, 0.0, min(longest, longest / 4 if response is None else response))
@@ -103,12 +104,12 @@ def lengths_of(config: Config, shape: Shape, response: float | None) -> Lengths:
 
 
 def longest_row(config: Config, shape: Shape) -> int:
-    """Tokens of the longest row of SFT."""
+    """Return the tokens of the longest row of SFT."""
     return config.data.max_tokens or min(ROW_TOKENS, shape.positions or ROW_TOKENS)
 
 
 def shapes_of(config: Config, shape: Shape, settings: Mapping[str, Any]) -> tuple[dict[str, Shape], list[str]]:
-    """The roles that have a model of their own with its shape, and what is not known of them."""
+    """Return the roles that have a model of their own, with its shape, and notes about paths whose size is not known."""
     found, unknown = {"actor": shape}, list[str]()
     used = {
         "ref": compares(settings) and not shares_model(config),
@@ -126,7 +127,7 @@ def shapes_of(config: Config, shape: Shape, settings: Mapping[str, Any]) -> tupl
 
 
 def compares(settings: Mapping[str, Any]) -> bool:
-    """Whether there is a reference role."""
+    """Return whether the run has a reference role."""
     return bool(settings.get("kl_coef") or settings.get("reward_kl_coef"))
 
 
@@ -135,18 +136,18 @@ def compares(settings: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TeamPlan:
-    """GPUs that have the same models, and what fulltilt.plan decides for them."""
+    """GPUs that have the same models, and fulltilt.plan's decisions for them."""
 
     cluster: Cluster
     way: Division
-    facts: Facts  # of one of its workers
+    facts: Facts  # facts of one of its workers
     made: Plan | None  # None: nothing fits
     refused: str = ""  # why it does not fit
-    settled: RolePlan | None = None  # how roles would run, where that is known of a run that does not fit
+    settled: RolePlan | None = None  # how roles would run, if that is known of a run that does not fit
 
     @property
     def settings(self) -> Mapping[str, RoleSettings]:
-        """How roles run, as far as that is known."""
+        """Settings of the roles, as far as they are known."""
         return self.made.roles if self.made else self.settled.settings if self.settled else {}
 
     @property
@@ -156,7 +157,7 @@ class TeamPlan:
 
     @property
     def budgets_of_auto(self) -> Mapping[str, int]:
-        """Tokens of updates, by role."""
+        """Tokens of the updates' micro-batches, by role."""
         if self.made:
             return {role: getattr(self.made.budgets, BUDGETS_OF[role][0]) for role in self.facts.roles if BUDGETS_OF[role][0]}
         return self.settled.budgets if self.settled else {}
@@ -172,7 +173,7 @@ class TeamPlan:
         )
 
     def execution(self, config: Config, role: str) -> dict[str, Any]:
-        """The fields of a `RunDescription` that say how a role runs."""
+        """Return the fields of a `RunDescription` that say how a role runs."""
         own, model = self.settings.get(role), self.facts.roles[role]
         found: dict[str, Any] = {
             "cluster": self.cluster,
@@ -187,7 +188,7 @@ class TeamPlan:
         return found | offloads | {"recompute": recompute, "fused_head": own.fused_head, "kept_logits": not own.head_recompute}
 
     def budgets(self, config: Config, role: str) -> dict[str, int | None]:
-        """How a role's micro-batches are filled: up to a number of tokens, or of samples."""
+        """Return the limits of a role's micro-batches: a number of tokens, or of samples."""
         section = getattr(config, role)
         if not section.dynamic_batch and section.micro_batch:
             of_samples = dict.fromkeys(("micro_batch", "forward_micro_batch"), section.micro_batch)
@@ -199,7 +200,7 @@ class TeamPlan:
 
 
 def teams_of(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, lengths: Lengths) -> dict[str, TeamPlan]:
-    """The team of each role, the actor's first (cluster/teams.py)."""
+    """Return the team of each role, the actor's first (cluster/teams.py)."""
     apart = {str(role): count for role, count in sorted(config.cluster.roles.items()) if role in shapes}
     if (taken := sum(apart.values())) >= cluster.gpus and apart:
         raise UserError(
@@ -217,13 +218,13 @@ def teams_of(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, leng
 
 
 def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks: range, lengths: Lengths) -> TeamPlan:
-    """What fulltilt.plan decides for the devices `ranks` of a run, which have these roles; or why it finds that nothing fits."""
+    """Return fulltilt.plan's decisions for the devices `ranks` of a run, which have these roles; or why nothing fits."""
     device = cluster.gpu.device
     sampled = preset_of(config).rollout and "actor" in shapes
     roles = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role, shape in shapes.items()}
     longest = lengths.most_prompt if sampled else lengths.longest_row
     memory, size, machine = cluster.gpu.memory, len(ranks), max(1, min(cluster.per_machine, cluster.gpus))
-    # As parallel/ranks.py and cluster/sizes.py have it: groups of neighbours are on one machine.
+    # The same rule as in parallel/ranks.py and cluster/sizes.py: groups of neighbours are on one machine.
     within = size if ranks[0] // machine == ranks[-1] // machine else math.gcd(size, machine, ranks[0])
     beside = machine if ranks[0] % machine == 0 else 1
     check_sizes(config, shapes, size)
@@ -244,7 +245,7 @@ def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks
 
 
 def settled_roles(config: Config, facts: Facts) -> RolePlan | None:
-    """How roles would run in a run that fulltilt.plan refuses; None: it is refused for that."""
+    """Return how roles would run in a run that fulltilt.plan refuses; None: the roles' own plan is what it refuses."""
     try:
         return plan_roles(config, facts)
     except UserError:
@@ -276,7 +277,7 @@ def check_sizes(config: Config, shapes: Mapping[str, Shape], workers: int) -> No
             raise UserError(f"{key}: {size} does not divide the {workers} GPUs of the {joined(list(shapes), 'and')}. Change one of them")
     for role, own in sizes.items():
         require_legal(shapes[role], own.tensor, keys["tensor_parallel"][role], whole_experts=own.experts > 1)
-        if own.experts > 1 and expert_counts(shapes[role]):  # members that divide layers have whole experts: as many as others
+        if own.experts > 1 and expert_counts(shapes[role]):  # members that divide layers have whole experts, each the same number
             require_legal_experts(shapes[role], max(own.tensor, own.experts), keys["expert_parallel"][role])
     if "actor" in shapes:
         size, experts = given[rollout], config.rollout.expert_parallel
@@ -329,7 +330,7 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
 
 def other_role(config: Config, run: RunDescription, role: Role, shape: Shape, team: TeamPlan) -> RoleDescription:
     batch = replace(run.batch, sampled=None, **team.budgets(config, role))  # type: ignore[arg-type]
-    if role == "reward_model":  # it scores what is sampled, kept or not
+    if role == "reward_model":  # the reward model scores everything that is sampled, kept or not
         batch = replace(batch, prompts=run.batch.rollout_prompts)
     adapted = config.lora.rank and config.lora.critic
     trained = RoleFacts.of_shape(shape, config, "cuda", learns=True, role=role).trained if adapted and role == "critic" else None
@@ -337,14 +338,14 @@ def other_role(config: Config, run: RunDescription, role: Role, shape: Shape, te
 
 
 def engine_share(config: Config, shape: Shape, team: TeamPlan, *, copies: bool) -> float:
-    """The share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters where it has one."""
+    """Return the share of a GPU that the engine takes: its KV cache and workspaces, and a copy of the parameters if it has one."""
     cache = cache_bytes(config, team.facts, team.made.budgets.kv_blocks) if team.made else 0
     copy = team.facts.actor.itemsize * parameters(shape).total // team.way.rollout if copies else 0
     return (cache + copy + ENGINE_WORKSPACE) / team.cluster.gpu.memory
 
 
 def reads_old(config: Config, settings: Mapping[str, Any]) -> bool:
-    """Whether the trainer computes log-probs before the first update, as algo/build.py decides it: with one optimizer step they are
+    """Return whether the trainer computes log-probs before the first update, as algo/build.py decides it: with one optimizer step they are
     those of the update itself."""
     preset, level = preset_of(config), str(settings.get("importance_level", "token"))
     moved = updates_per_step(config) > 1 and preset.reads_old and level != "bypass"
@@ -356,7 +357,7 @@ def reads_old(config: Config, settings: Mapping[str, Any]) -> bool:
 
 
 def steps_in_words(config: Config) -> str:
-    """The first words of fulltilt.plan, which speak of the steps of an epoch too: here the data was not read."""
+    """Return fulltilt.plan's first words, without the number of steps in an epoch, since the data was not read here."""
     algorithm, run = config.algorithm, config.run
     each = f"{many(run.steps, 'step')}, each of" if run.steps else f"{many(run.epochs or 1, 'epoch')}, each step of"
     updates = many(updates_per_step(config), "optimizer step")
@@ -368,7 +369,7 @@ def steps_in_words(config: Config) -> str:
 
 
 def notes(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
-    """What is assumed, and what the seconds leave out."""
+    """Yield the assumptions, and what the seconds leave out."""
     preset = preset_of(config)
     if not preset.rollout and config.data.max_tokens is None:
         yield "rows count with the longest that the model may have, at most 4096 tokens (data.max_tokens says another number)"
@@ -388,7 +389,7 @@ def notes(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
 OF_ACTOR = ("recompute", "offload_optimizer", "offload_grads", "offload_params", "offload_activations", "head_recompute")
 OF_OTHERS = {"critic": ("recompute", "offload_optimizer", "offload_params", "offload_activations"), "ref": ("offload_params",)}
 OF_OTHERS["reward_model"] = OF_OTHERS["ref"]
-# Knobs that have a value unless it is set, in every run, with several GPUs, and where something is sampled.
+# Knobs that keep their default unless they are set: in every run, with several GPUs, with sharded parameters, and in rollouts.
 FIXED = ("train.packing", "train.fused_head", "train.entropy_recompute", "actor.dynamic_batch")
 OF_SEVERAL, OF_SHARED = ("train.balance",), ("train.reshard_after_forward", "train.forward_prefetch")
 OF_ROLLOUT = ("rollout.engine", "rollout.block_tokens", "rollout.chunked_prefill", "rollout.prefix_sharing", "rollout.log_stats")
@@ -396,8 +397,8 @@ SET_BY_HAND = "set in the run"
 
 
 def knobs_of(config: Config, teams: Mapping[str, TeamPlan]) -> dict[str, Any]:
-    """The value of every performance knob that has an effect in this run or is set in it; where fulltilt.plan refuses the run, of those
-    that are known."""
+    """Return the value of every performance knob that has an effect in this run or is set in it; only the known ones, if fulltilt.plan
+    refuses the run."""
     team = teams["actor"]
     facts, own = team.facts, team.settings.get("actor")
     found: dict[str, Any] = dict(layout_knobs(config, team)) if team.cluster.gpus > 1 else {}
@@ -414,7 +415,7 @@ def knobs_of(config: Config, teams: Mapping[str, TeamPlan]) -> dict[str, Any]:
 
 
 def layout_knobs(config: Config, team: TeamPlan) -> Iterator[tuple[str, Any]]:
-    """How several GPUs share the actor."""
+    """Yield the knobs by which several GPUs share the actor."""
     facts, way, own = team.facts, team.way, team.settings.get("actor")
     divides_experts = bool(expert_counts(facts.actor.shape))
     yield "train.shard", facts.sharding.shard
@@ -445,7 +446,7 @@ def rollout_knobs(config: Config, team: TeamPlan) -> Iterator[tuple[str, Any]]:
 
 
 def budget_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[str, int]]:
-    """Tokens of a role's micro-batches, where these are not filled by samples."""
+    """Yield the token budgets of a role's micro-batches, unless these are sized by samples."""
     section = getattr(config, role)
     if not section.dynamic_batch and section.micro_batch:
         return
@@ -457,7 +458,7 @@ def budget_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[st
 
 
 def role_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[str, Any]]:
-    """Those of a role beside the actor."""
+    """Yield the knobs of a role other than the actor."""
     own = team.settings.get(role)
     for key in OF_OTHERS[role] if own else ():
         yield f"{role}.{key}", getattr(own, key)
@@ -473,7 +474,7 @@ def role_knobs(config: Config, role: str, team: TeamPlan) -> Iterator[tuple[str,
 
 # ---- reasons -----------------------------------------------------------------------------------------------------------------------------
 
-# Why a knob has its value where nothing has made it change.
+# Why a knob has its value if no decision has changed it.
 USUAL = {
     "train.shard_size": "the GPUs of a machine, between which links are fastest",
     "train.sequence_parallel": "the longest sample fits on one GPU",
@@ -510,7 +511,7 @@ USUAL = {
 
 TWICE = "twice the actor's: there is no vocabulary head"
 UNDIVIDED_ON_CPU = "auto divides no model on a CPU"
-# Where `auto` goes by other rules on a CPU.
+# Reasons on a CPU, where `auto` follows other rules.
 ON_CPU = {
     "train.shard": "auto shares out no parameters on a CPU",
     "train.tensor_parallel": UNDIVIDED_ON_CPU,
@@ -528,12 +529,12 @@ ON_CPU = {
 
 
 def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str, Any]) -> dict[str, str]:
-    """One line for each knob."""
+    """Return one line for each knob."""
     found = dict[str, str]()
     for own in dict.fromkeys(teams.values()):
         found |= dict(decided_reasons(config, own))
     found |= dict(rollout_reasons(config, teams["actor"], knobs)) if teams["actor"].facts.rollout else {}
-    # What a team has decided is the true reason; values only tell where nothing was decided.
+    # The decisions of a team come first; values are reasons only where no team has decided.
     found = dict(value_reasons(config, knobs)) | found
     for role in (role for role in OF_OTHERS if role in teams):
         found |= dict(inherited_reasons(config, role, apart=teams[role] is not teams["actor"]))
@@ -545,14 +546,14 @@ def reasons_of(config: Config, teams: Mapping[str, TeamPlan], knobs: Mapping[str
 
 
 def decided_reasons(config: Config, team: TeamPlan) -> Iterator[tuple[str, str]]:
-    """What fulltilt.plan says of its own decisions for some GPUs."""
+    """Yield fulltilt.plan's reasons for its own decisions for some GPUs."""
     has_actor = "actor" in team.facts.roles
     alone = "no other role works on these GPUs, so they are never in the way"
     if team.facts.sharding.why and has_actor:
         yield "train.shard", team.facts.sharding.why
     for text in team.way.words:
         if told := re.fullmatch(r"(\S+) = \S+ \(auto: (.*)\)", text):
-            # What is said of [train] is meant for the one role that has these GPUs, where it is not the actor.
+            # A decision about [train] applies to the one role that has these GPUs, if that is not the actor.
             yield told[1] if has_actor else told[1].replace("train", next(iter(team.facts.roles))), told[2]
     if len(team.facts.roles) == 1:
         role = next(iter(team.facts.roles))
@@ -581,7 +582,7 @@ def rollout_reasons(config: Config, team: TeamPlan, knobs: Mapping[str, Any]) ->
 
 
 def value_reasons(config: Config, knobs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Reasons that follow from the values, where no team has decided otherwise."""
+    """Yield reasons that follow from the values, where no team has decided otherwise."""
     fused = "few kernels a layer, which read and write less" if knobs["train.fused_layers"] else "there are no fused layers for this family"
     yield "train.fused_layers", "compiled layers are not fused" if config.train.compile is True else fused
     if knobs.get("train.recompute", "none") != "none" or knobs.get("train.offload_activations"):
@@ -591,7 +592,7 @@ def value_reasons(config: Config, knobs: Mapping[str, Any]) -> Iterator[tuple[st
     of_actor = knobs.get("actor.token_budget")
     if of_actor is not None and knobs.get("critic.token_budget") == 2 * of_actor:
         yield "critic.token_budget", TWICE
-    # What the other roles get follows from what is usual, which a smaller or larger budget of the actor leaves as it is.
+    # Budgets of the other roles follow from the default, which another budget of the actor does not change.
     forward = knobs.get("actor.forward_token_budget")
     if forward is not None and knobs.get("ref.forward_token_budget") == forward:
         yield "ref.forward_token_budget", "as the actor's"
@@ -600,7 +601,8 @@ def value_reasons(config: Config, knobs: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def inherited_reasons(config: Config, role: str, *, apart: bool) -> Iterator[tuple[str, str]]:
-    """Keys that a role takes over from [train]. `apart`: it has GPUs of its own, for which sizes are decided apart."""
+    """Yield reasons for keys that a role inherits from [train]. `apart`: the role has GPUs of its own, for which sizes are decided
+    separately."""
     for key in (*OF_OTHERS[role], "tensor_parallel", "sequence_parallel", "expert_parallel"):
         follows = getattr(getattr(config, role), key, None) is None
         if follows and (is_set(config, f"train.{key}") or (key in ("tensor_parallel", "expert_parallel") and not apart)):

@@ -1,9 +1,9 @@
-"""What the models of memory and time predict for the steps of a run, with the devices, the plan and the lengths that it really has.
+"""Predictions of the models of memory and time for the steps of a run, with its actual devices, plan and lengths.
 
-Enters: a configuration, the shape of its model, its devices, its plan and what a probe has said of the devices; then the metrics of each
-step. Leaves: for each phase that was measured, the predicted seconds and peak memory, named `predicted/` and the name of the measurement.
-Guaranteed: arithmetic alone, no step is fitted; the same metrics give the same predictions. `UserError`: the models do not know the device,
-or do not cover the run.
+Enters: a configuration, the shape of its model, its devices, its plan and what a probe has measured of the devices; then the metrics of
+each step. Leaves: for each phase that was measured, the predicted seconds and peak memory, named `predicted/` and the name of the
+measurement. Guaranteed: arithmetic alone, no step is fitted; the same metrics give the same predictions. `UserError`: the models do not
+know the device, or do not cover the run.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
 
 PREDICTED = "predicted/"
 CPU = "CPU"
-# The phases that the model of memory has, under the names of their measurements.
+# The phases of the model of memory, by the names of their measurements.
 MEMORY_PHASES: Mapping[str, Phase] = {TIMING_NAMES[phase]: phase for phase in get_args(Phase)}
-NOT_DESCRIBED = ("shape", "cluster", "lengths", "system", "others", "name")  # fields of a run that its description leaves out
+NOT_DESCRIBED = ("shape", "cluster", "lengths", "system", "others", "name")  # fields of a run that `Predictor.description` leaves out
 NOT_ALLOCATED = ("context", "fragmentation", "graphs")  # kinds that torch's allocator does not count as allocated
 
 
 @dataclass(frozen=True)
 class UsedDevices:
-    """The devices that a run has found."""
+    """The devices that a run uses."""
 
-    name: str  # as the driver has it, or CPU
+    name: str  # the driver's name of the device, or CPU
     memory: int  # bytes of one device; 0: a CPU
-    workers: int = 1  # that have the actor
+    workers: int = 1  # workers that have the actor
     machines: int = 1
 
     @property
     def cluster(self) -> Cluster:
-        """The same with the figures of the hardware table."""
+        """The same devices with the figures of the hardware table."""
         known = accelerator(self.name)
         return Cluster(replace(known, memory=self.memory or known.memory), self.workers, max(1, self.workers // self.machines))
 
 
 def planned_cluster(config: Config, devices: UsedDevices) -> Cluster:
-    """All GPUs of a run: roles with workers of their own have them beside the actor's."""
+    """Return all GPUs of a run: the actor's, and those of roles with workers of their own."""
     return replace(devices.cluster, gpus=devices.cluster.gpus + sum(config.cluster.roles.values()))
 
 
 def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan, calibration: Calibration = AS_MODELLED) -> RunDescription:
-    """The run with what its own plan has decided. Lengths are limits and guesses until a step has measured them."""
+    """Return the run with the decisions of its own plan. Lengths are limits and guesses until a step has measured them."""
     if devices.name == CPU:
         raise UserError("the models of memory and time are made for GPUs")
     cluster, budgets, own = devices.cluster, plan.budgets, plan.roles["actor"]
@@ -90,7 +90,7 @@ def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan,
 
 
 def as_planned(run: RunDescription, own: RoleSettings | None) -> RunDescription:
-    """Another role's model with what the run's own plan has decided for it."""
+    """Return the run of another role with the decisions of the run's own plan for it."""
     if own is None:
         return run
     return replace(
@@ -107,7 +107,7 @@ def as_planned(run: RunDescription, own: RoleSettings | None) -> RunDescription:
 
 
 def with_lengths(run: RunDescription, line: Mapping[str, float]) -> RunDescription | None:
-    """The run with the lengths that a step has measured; None: it has none."""
+    """Return the run with the lengths that a step has measured; None: the step has none."""
     if not run.rollout:  # rows are given: prompt and response count as one
         tokens = line.get("perf/total_num_tokens", 0) / run.batch.rows
         return replace(run, lengths=replace(run.lengths, response=min(tokens, run.lengths.most_response))) if tokens else None
@@ -120,19 +120,19 @@ def with_lengths(run: RunDescription, line: Mapping[str, float]) -> RunDescripti
 
 
 def for_every_role(run: RunDescription, change: Callable[[RunDescription], RunDescription]) -> RunDescription:
-    """The change, made to the run and to the models beside its actor."""
+    """Return the run with the change made to it and to the models beside its actor."""
     return replace(change(run), others=tuple(replace(own, run=change(own.run)) for own in run.others))
 
 
 def calibrated(run: RunDescription, calibration: Calibration) -> RunDescription:
-    """The run as the probe of its actor's workers has measured these devices, which its other models have too."""
+    """Return the run with the calibration that a probe on its actor's workers has found, which its other models get too."""
     of_others = replace(calibration, decoding=1.0, rollout_s=0.0)
     others = tuple(replace(own, run=replace(own.run, calibration=of_others)) for own in run.others)
     return replace(run, calibration=calibration, others=others)
 
 
 def with_rows(run: RunDescription, rows: float) -> RunDescription:
-    """The run with another number of samples in as many mini-batches. A reward model scores as many as before."""
+    """Return the run with another number of samples in as many mini-batches. A reward model scores as many as before."""
     prompts, updates = max(1, round(rows / run.batch.samples)), run.batch.updates
     fewer = {"prompts": prompts, "minibatch_prompts": max(1, math.ceil(prompts / updates))}
 
@@ -144,18 +144,18 @@ def with_rows(run: RunDescription, rows: float) -> RunDescription:
 
 
 def kept_rows(run: RunDescription, line: Mapping[str, float]) -> float:
-    """Samples that the step could learn from."""
+    """Return how many samples the step could train on."""
     kept = line.get("rollout/groups_kept")
     return (run.batch.rows if kept is None else kept * run.batch.samples) - line.get("reward/excluded", 0)
 
 
 def computed_rows(run: RunDescription, line: Mapping[str, float]) -> float:
-    """Samples that the update has computed: without those that have no advantage."""
+    """Return how many samples the update has computed: those that have an advantage."""
     return max(1.0, kept_rows(run, line) - line.get("actor/samples_left_out", 0))
 
 
 def step_seconds(run: RunDescription, line: Mapping[str, float]) -> StepSeconds:
-    """Seconds of a step of a run `with_lengths`, one round of sampling."""
+    """Return the seconds of a step of a run `with_lengths`, with one round of sampling."""
     sampled = run.batch.rollout_prompts
     kept = with_rows(run, kept_rows(run, line))
     kept = replace(kept, batch=replace(kept.batch, sampled=sampled)) if run.rollout else kept
@@ -163,29 +163,29 @@ def step_seconds(run: RunDescription, line: Mapping[str, float]) -> StepSeconds:
 
 
 def allocated(phase: PhaseMemory) -> int:
-    """The bytes of a phase that torch's allocator counts."""
+    """Return the bytes of a phase that torch's allocator counts."""
     return phase.total - sum(phase.kinds.get(kind, 0) for kind in NOT_ALLOCATED)
 
 
 def peak_of(memory: MemoryModel, name: str) -> int | None:
-    """The predicted peak of a phase, by the name of its measurement; None: it is not modelled."""
+    """Return the predicted peak of a phase, by the name of its measurement; None: the phase is not modelled."""
     phase = memory.phases.get(MEMORY_PHASES[name]) if name in MEMORY_PHASES else None
     return None if phase is None else allocated(phase)
 
 
 class Predictor:
-    """Predicts the steps of a run, each from what it has measured of its lengths."""
+    """Predicts the steps of a run, each from the lengths that it has measured."""
 
     def __init__(self, run: RunDescription) -> None:
         self.run = run
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the models are told of the run, but for its model, devices and lengths: for models of later versions."""
+        """Everything that the models read of the run but its model, devices and lengths: for models of later versions."""
         return {name: value for name, value in asdict(replace(self.run, others=())).items() if name not in NOT_DESCRIBED}
 
     def metrics(self, line: Mapping[str, float]) -> dict[str, float]:
-        """Predictions beside the measurements of a step's line."""
+        """Return the predictions for the measurements in a step's line."""
         run = with_lengths(self.run, line)
         return dict(self._found(run, line)) if run else {}
 
@@ -206,7 +206,7 @@ class Predictor:
 
 
 def saved_facts(shape: Shape, devices: UsedDevices, plan: Plan, calibration: Calibration = AS_MODELLED) -> dict[str, Any]:
-    """What a run's folder keeps for `describe_run`, beside the configuration, in a form that JSON has."""
+    """Return what a run's folder keeps for `describe_run`, beside the configuration, in a form that JSON can hold."""
     layers = [[len(list(same)), asdict(layer)] for layer, same in groupby(shape.layers)]
     return {
         "shape": asdict(replace(shape, layers=())) | {"layers": layers},
@@ -226,7 +226,7 @@ def read_shape(given: Mapping[str, Any]) -> Shape:
 
 
 def read_plan(given: Mapping[str, Any]) -> Plan:
-    """The plan of a run's folder, without its words and numbers of steps."""
+    """Read the plan of a run's folder, without its words and numbers of steps."""
     known = {field.name for field in fields(RoleSettings)}
     roles = {role: RoleSettings(**{name: value for name, value in own.items() if name in known}) for role, own in given["roles"].items()}
     sizes = {field.name for field in fields(Budgets)}

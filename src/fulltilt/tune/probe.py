@@ -1,14 +1,14 @@
-"""The probe: what micro-batches of an update and short rollouts take on this device, measured at the start of a run.
+"""The probe: measured costs of update micro-batches and short rollouts on this device, at the start of a run.
 
-Enters: `UpdatePass` and `RolloutPass` records. Leaves: `UpdateCosts`, by which fulltilt.plan sizes token budgets, and the measured
-rollouts, by which the models of time are scaled (tune/calibration.py). Guaranteed: pure Python; every coefficient stands for something
-physical and is not negative; a model with its settings is measured once on a device, and the user's cache folder (`XDG_CACHE_HOME`, or
-~/.cache) keeps what was found; a file there may be lost or damaged without harm; with `run.deterministic` no seconds are measured, nor read
-from the cache.
+Enters: `UpdatePass` and `RolloutPass` records. Leaves: `UpdateCosts`, from which fulltilt.plan sizes token budgets, and the measured
+rollouts, by which the models of time are scaled (tune/calibration.py). Guaranteed: pure Python; every coefficient has a physical meaning
+and is not negative; a model with its settings is measured once on a device, and the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache)
+keeps the measurements; a file there may be lost or damaged without harm; with `run.deterministic` no seconds are measured, nor read from
+the cache.
 
-Bytes = fixed + token_bytes x tokens: what layers keep for the backward pass grows with tokens.
-Seconds = token_s x tokens + pair_s x pairs (matrix products and memory traffic, and attention), but at least those of the host's launches,
-which a GPU does not wait for while it has work. Where host and device are the same, a CPU, they are added.
+Bytes = fixed + token_bytes x tokens: what layers keep for the backward pass grows with tokens. Seconds = token_s x tokens + pair_s x pairs
+(matrix products and memory traffic, and attention), but at least the seconds of the host's launches, which a GPU does not wait for while it
+has work. On a CPU, where host and device are the same, both are added.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fulltilt.observe.metrics import write_whole
 from fulltilt.records import RolloutPass, UpdateCosts, UpdatePass, UpdatePasses
 
 AnyPass = TypeVar("AnyPass", UpdatePass, RolloutPass)
-LEAST_TIMED = {True: 3, False: 4}  # passes, with fewer of which seconds are not fitted; True: the device is apart from the host
-UNLIKE = 4  # times as long as others samples must be to tell what attention takes: else it is noise
-BEYOND = 1.4  # times the seconds of the smallest pass, from which on the device was busy to the end: below that it may be noise
-MORE_FREE = 1.05  # times the memory that was free when it ran out, from which on it may not run out again
-FORM = 6  # changes when files in the cache do
+LEAST_TIMED = {True: 3, False: 4}  # least number of passes for which seconds are fitted; True: the device is apart from the host
+UNLIKE = 4  # ratio of sample lengths from which on the cost of attention can be told from noise
+BEYOND = 1.4  # factor of the smallest pass's seconds above which the device was the bottleneck: below it may be noise
+MORE_FREE = 1.05  # factor of the memory that was free when it ran out, from which on it may not run out again
+FORM = 6  # format version of the files in the cache
 
 
 # ---- the fit -----------------------------------------------------------------------------------------------------------------------------
 
 
 def fit(passes: Sequence[UpdatePass], *, apart: bool) -> UpdateCosts:
-    """The costs that come closest to what was measured, by relative error. `apart`: the device computes while the host launches."""
+    """Return the costs that come closest to the measurements, by relative error. `apart`: the device computes while the host launches."""
     sized = [(own, own.bytes) for own in passes if own.bytes is not None]
     of_bytes: Sequence[float | None] = (None, None)
-    if len({own.tokens for own, _ in sized}) > 1:  # one size does not tell what is fixed from what grows with tokens
+    if len({own.tokens for own, _ in sized}) > 1:  # one size cannot separate fixed bytes from those that grow with tokens
         of_bytes = nonnegative_fit([[1.0, own.tokens] for own, _ in sized], [count for _, count in sized])
     largest = max((own.tokens for own in passes), default=0)
     found = UpdateCosts(of_bytes[0], of_bytes[1], None, None, None, None, largest=largest, passes=tuple(passes))
@@ -54,7 +54,7 @@ def fit(passes: Sequence[UpdatePass], *, apart: bool) -> UpdateCosts:
 
 
 def fit_seconds(costs: UpdateCosts, timed: Sequence[tuple[UpdatePass, float]], *, apart: bool) -> UpdateCosts:
-    """The costs with coefficients of seconds."""
+    """Return the costs with coefficients of seconds."""
     if not apart:
         fixed, token, pair = nonnegative_fit([[1.0, own.tokens, own.pairs] for own, _ in timed], [seconds for _, seconds in timed])
         return replace(costs, host_s=0.0, fixed_s=fixed, token_s=token, pair_s=pair)
@@ -71,16 +71,16 @@ def fit_seconds(costs: UpdateCosts, timed: Sequence[tuple[UpdatePass, float]], *
 
 
 def waiting_and_others(passes: Sequence[UpdatePass]) -> tuple[list[UpdatePass], list[UpdatePass]]:
-    """The passes in which the device waited for the host, and those in which it did not: the host's seconds are those of the smallest
-    pass, whatever the tokens."""
+    """Return the passes in which the device waited for the host, and those in which it did not: the host's seconds are those of the
+    smallest pass, whatever the tokens."""
     ordered = sorted(passes, key=lambda own: own.tokens)
     waiting = [own for own in ordered if (own.seconds or 0.0) <= BEYOND * (ordered[0].seconds or 0.0)]
     return waiting, [own for own in ordered if own not in waiting]
 
 
 def nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """The coefficients, none below 0, with the least squares of relative errors. There are few: every choice of those that are above 0 is
-    solved, and the best solution that has none below 0 is taken."""
+    """Return the coefficients, none below 0, with the least squares of relative errors. There are few: every choice of positive
+    coefficients is solved, and the best solution without a negative one is taken."""
     scaled = [[number / target for number in row] for row, target in zip(rows, targets, strict=True) if target > 0]
     count = len(rows[0])
     best, least = [0.0] * count, float(len(scaled))
@@ -93,13 +93,13 @@ def nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -
             for place, value in zip(chosen, solution, strict=True):
                 found[place] = value
             missed = sum((sum(own * value for own, value in zip(row, found, strict=True)) - 1.0) ** 2 for row in scaled)
-            if missed < least - 1e-12:  # fewer coefficients, where more do not come closer
+            if missed < least - 1e-12:  # fewer coefficients, unless more come closer
                 best, least = found, missed
     return best
 
 
 def least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """The solution of rows x solution = 1 with least squares, by the normal equations; None: it is not determined."""
+    """Return the solution of rows x solution = 1 with least squares, by the normal equations; None: it is not determined."""
     if len(rows) < len(rows[0]):
         return None
     size = len(rows[0])
@@ -124,7 +124,7 @@ def least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 
 
 def cache_folder() -> Path | None:
-    """None: the system knows no home of the user."""
+    """Return the folder of the cache; None: the user has no known home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
     return Path(folder, "fulltilt", "probes") if os.path.isabs(folder) else None
@@ -132,18 +132,18 @@ def cache_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class Prober:
-    """Finds what updates and rollouts take: in the cache, or by measuring. It travels to the process of a worker."""
+    """Finds the costs of updates and rollouts: in the cache, or by measuring. It is sent to the process of a worker."""
 
     clock: bool = True  # False: nothing reads a clock
     folder: Path | None = None  # None: the user's cache
 
     def updates(self, key: str, measure: Callable[[], UpdatePasses], *, free_bytes: int, apart: bool) -> UpdateCosts | None:
-        """`key`: everything that the costs depend on. `free_bytes`: those of the device now. `apart`: the device computes while the host
-        launches. None: nothing could be measured, or not all of it."""
+        """Return the costs of updates; None: nothing could be measured, or not all of it. `key`: everything that the costs depend on.
+        `free_bytes`: those of the device now. `apart`: the device computes while the host launches."""
         known = self._read_updates(key, free_bytes)
         if known is None or (self.clock and known.passes and all(own.seconds is None for own in known.passes)):
             known = measure()
-            if not known.complete:  # too few to size anything by, and another start may have more time
+            if not known.complete:  # too few passes to size anything, and another start may have more time
                 return None
             if known.passes or known.ran_out_at is not None:
                 self._write(key, known.passes, ran_out_at=known.ran_out_at, free_bytes=known.free_bytes)
@@ -154,7 +154,7 @@ class Prober:
         return replace(fit(known.passes, apart=apart), ran_out_at=known.ran_out_at)
 
     def rollouts(self, key: str, measure: Callable[[], Sequence[RolloutPass]]) -> Sequence[RolloutPass]:
-        """The same for rollouts, of which nothing but seconds is measured."""
+        """Return the measured rollouts, of which only seconds are measured."""
         if not self.clock:
             return ()
         known = self._read(RolloutPass, key)[0]
@@ -165,7 +165,8 @@ class Prober:
         return known
 
     def _read_updates(self, key: str, free_bytes: int) -> UpdatePasses | None:
-        """None: they are not known, or memory ran out that other programs may have had then, and more is free now."""
+        """Read the passes of updates; None: they are not in the cache, or memory ran out then, perhaps because of other programs, and more
+        is free now."""
         passes, given = self._read(UpdatePass, key)
         ran_out_at, free_then = given.get("ran_out_at"), given.get("free_bytes", 0)
         if ran_out_at is None:
@@ -175,18 +176,18 @@ class Prober:
         return UpdatePasses(tuple(passes), ran_out_at, free_then)
 
     def _path(self, key: str) -> Path | None:
-        """None: the user has no home, and so no cache."""
+        """Return the path of a cache file; None: the user has no home, and so no cache."""
         folder = self.folder or cache_folder()
         return folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def _write(self, key: str, passes: Sequence[AnyPass], **others: int | None) -> None:
         if path := self._path(key):
-            with contextlib.suppress(OSError):  # a cache that cannot be written is measured again next time
+            with contextlib.suppress(OSError):  # without a writable cache, the next run measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps({"form": FORM, "key": key, **others, "passes": [asdict(own) for own in passes]}, indent=1))
 
     def _read(self, kind: type[AnyPass], key: str) -> tuple[Sequence[AnyPass], Mapping[str, Any]]:
-        """The passes in the cache and all that its file holds; nothing where it holds something that this version has not written."""
+        """Read the passes in the cache and everything else in its file; both empty if this version did not write the file."""
         path = self._path(key)
         if path is None:
             return (), {}

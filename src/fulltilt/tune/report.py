@@ -1,4 +1,4 @@
-"""What the models say of one run, for people and as JSON, and the cheapest ways to make it fit.
+"""Reports of the models' predictions for one run, for people and as JSON, and the cheapest ways to make it fit.
 
 Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of fulltilt.plan. Leaves: lines, or a mapping with `fits`,
 `model`, `memory`, `step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
@@ -20,9 +20,9 @@ from fulltilt.tune.shapes import name_of
 from fulltilt.tune.time_model import PhaseSeconds, StepSeconds, seconds_of
 from fulltilt.words import in_bytes, joined, many
 
-MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are told, and changes in one of them
+MOST_REMEDIES, MOST_CHANGES = 3, 5  # remedies that are reported, and changes in one of them
 CLOSEST = 12  # changed runs that are changed further
-# What binds a phase, by the cause that takes most of its time.
+# The resource that binds a phase, by the cause that takes most of its time.
 BINDS = {
     "products": "compute", "attention": "compute", "head": "compute", "prefill": "compute", "memory traffic": "HBM", "weights": "HBM",
     "keys and values": "HBM", "gradient sums": "HBM", "sampling": "HBM", "optimizer": "HBM", "offload": "PCIe", "collectives": "network",
@@ -41,9 +41,9 @@ class PlanReport:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     refused: str = ""
-    why: Mapping[str, str] = field(default_factory=dict)  # of each knob, where fulltilt.plan decides
+    why: Mapping[str, str] = field(default_factory=dict)  # reason of each knob, if fulltilt.plan decides
     runners_up: Mapping[str, RunnerUp] = field(default_factory=dict)
-    planned: PlannedRun | None = None  # what was planned, where fulltilt.plan decides
+    planned: PlannedRun | None = None  # the planned run, if fulltilt.plan decides
 
     @property
     def fits(self) -> bool:
@@ -51,7 +51,7 @@ class PlanReport:
 
     @property
     def model(self) -> str | None:
-        """The well-known name of the shape that is planned, so that a name that was mistaken for another is seen."""
+        """The well-known name of the planned shape, so that the user notices if a name was understood as another."""
         return name_of(self.run.shape)
 
     @property
@@ -74,7 +74,7 @@ class PlanReport:
         }
 
     def binds(self, phase: PhaseSeconds) -> str:
-        """What a phase is bound by; a CPU reads and writes main memory."""
+        """Return the resource that binds a phase; a CPU reads and writes main memory."""
         found = BINDS[phase.binds]
         return "memory" if found == "HBM" and self.run.gpu.is_cpu else found
 
@@ -88,7 +88,7 @@ class PlanReport:
         return {knob: f"{knob} = {told(knob, self.knobs[knob])}: {why}" for knob, why in self.why.items()}
 
     def knob_lines(self) -> Iterator[str]:
-        """Each knob that `auto` or the user decides, why, and what comes next."""
+        """Yield each knob that `auto` or the user decides, with the reason and the runner-up."""
         seconds = self.seconds.total
         for knob, line in self.knob_reasons.items():
             yield line + (f"; {self.runners_up[knob].in_words(knob, seconds)}" if knob in self.runners_up else "")
@@ -133,14 +133,14 @@ def report_of(run: RunDescription, knobs: Mapping[str, Any] | None = None, reaso
 
 
 def report_of_own(planned: PlannedRun) -> PlanReport:
-    """The report of a run of fulltilt, with the runners-up of what `auto` decides where it fits."""
+    """Return the report of a run of fulltilt, with the runners-up of `auto`'s decisions if it fits."""
     own = own_plan(planned.config, planned.shape, planned.cluster, planned.response)
     found = replace(report_of(own.run, own.knobs, own.reasons, own.refused), knobs=own.knobs, why=own.why, planned=planned)
     return replace(found, runners_up=runners_up(planned, own)) if found.fits else found
 
 
 def stated(run: RunDescription) -> dict[str, Any]:
-    """The knobs of a run that is described by hand."""
+    """Return the knobs of a run that is described by hand."""
     found = {f"train.{name}": value for name, value in vars(run.layout).items() if value > 1}
     found |= {"train.recompute": run.recompute.kind, "rollout.tensor_parallel": run.engine.tensor}
     found |= {"rollout.memory_fraction": run.engine.memory_share, "rollout.cuda_graphs": run.engine.graphs}
@@ -152,7 +152,7 @@ def stated(run: RunDescription) -> dict[str, Any]:
 
 
 def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
-    """Single changes that take less memory and leave the results as they are."""
+    """Yield single changes that take less memory and leave the results as they are."""
     layout, engine = run.layout, run.engine
     if not run.offload_optimizer:
         yield "the optimizer offloaded", replace(run, offload_optimizer=True)
@@ -186,13 +186,13 @@ def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
 
 
 def can_cut(run: RunDescription, parts: int) -> bool:
-    """Whether so many GPUs of a machine can share a layer."""
+    """Return whether `parts` GPUs of a machine can share a layer."""
     return parts <= min(run.cluster.gpus, run.cluster.per_machine) and all(layer.heads % parts == 0 for layer in run.shape.layers)
 
 
 def ways_to_fit(run: RunDescription) -> list[Remedy]:
-    """About the fewest changes with which it fits: those on the fewest GPUs first, then the fastest. Where one change is not enough, those
-    are tried further that come closest."""
+    """Return about the fewest changes with which the run fits: those on the fewest GPUs first, then the fastest. If one change is not
+    enough, the changed runs that come closest are changed further."""
     last: dict[RunDescription, list[str]] = {run: []}
     for _ in range(MOST_CHANGES):
         new: dict[RunDescription, list[str]] = {}

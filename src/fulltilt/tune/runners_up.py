@@ -1,8 +1,8 @@
-"""For each knob that `auto` decides, the value that comes next and what a step takes with it; and the changes with which a run fits.
+"""The runner-up of each knob that `auto` decides: its next value and the seconds of a step with it; and the changes with which a run fits.
 
-Enters: a configuration, a shape, a cluster, the mean response, and the plan that they have. Leaves: a `RunnerUp` for each knob, and
-`Remedy`s. Guaranteed: each is a plan of its own, in which one knob has another value and all that is left to `auto` is decided again;
-nothing is tried that is not legal; arithmetic alone.
+Enters: a configuration, a shape, a cluster, the mean response, and their plan. Leaves: a `RunnerUp` for each knob, and `Remedy`s.
+Guaranteed: each is a plan of its own, in which one knob has another value and everything left to `auto` is decided again; only legal values
+are tried; arithmetic alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fulltilt.tune.own import OwnPlan, own_plan
 from fulltilt.tune.time_model import seconds_of
 from fulltilt.words import in_bytes, joined
 
-ALIKE = 0.01  # of a step's seconds: a smaller difference decides nothing
-Changes = Mapping[str, Any]  # of keys of the configuration
-# Knobs of which it is told that they change with another.
+ALIKE = 0.01  # share of a step's seconds: a smaller difference decides nothing
+Changes = Mapping[str, Any]  # new values of keys of the configuration
+# Knobs whose changes are reported when they follow from another knob's.
 TOLD = (
     "train.shard", "train.tensor_parallel", "train.expert_parallel", "train.sequence_parallel", "rollout.tensor_parallel",
     "train.recompute", "train.offload_optimizer", "train.offload_activations", "critic.recompute", "critic.offload_optimizer",
@@ -37,7 +37,7 @@ TOLD = (
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What is planned, for which hardware."""
+    """A configuration, and the hardware that it is planned for."""
 
     config: Config
     shape: Shape
@@ -48,7 +48,7 @@ class PlannedRun:
         return replace(self, config=changed(self.config, changes))
 
     def outcome(self) -> PredictedPlan | None:
-        """None: it is not legal."""
+        """Return the prediction for this run; None: it is not legal."""
         try:
             own = own_plan(self.config, self.shape, self.cluster, self.response)
         except UserError:
@@ -77,21 +77,21 @@ class PredictedPlan:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The value of a knob that comes next."""
+    """The next value of a knob, and its predicted step."""
 
     value: Any
     seconds: float | None  # of a step; None: it does not fit
-    missing: int = 0  # bytes by which it does not fit
+    missing: int = 0  # bytes that are missing for it to fit
     refused: str = ""  # why fulltilt.plan refuses it
-    others: Changes = field(default_factory=dict)  # what `auto` then becomes elsewhere
+    others: Changes = field(default_factory=dict)  # values of other knobs that `auto` then changes
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Those that fit first, by their seconds; then by how much they lack."""
+        """Sort key: values that fit first, by their seconds; then by the missing bytes."""
         return self.seconds is None, self.seconds or 0.0, self.missing or (1 << 60)
 
     def in_words(self, knob: str, seconds: float) -> str:
-        """`seconds`: those of the value that was chosen."""
+        """Compare this value with the chosen one. `seconds`: those of the chosen value."""
         others = f" (with {joined([f'{name} {told(name, own)}' for name, own in self.others.items()], 'and')})" if self.others else ""
         value = told(knob, self.value) + others
         if self.seconds is None and self.missing:
@@ -105,7 +105,7 @@ class RunnerUp:
         return f"{value} is predicted to be faster: {in_seconds(self.seconds)} a step"
 
     def faster(self, seconds: float) -> bool:
-        """Whether it is predicted to be faster than a value with which a step takes so many seconds."""
+        """Return whether this value is predicted to be faster than one with which a step takes `seconds`."""
         return self.seconds is not None and self.seconds < (1 - ALIKE) * seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def in_seconds(seconds: float | None) -> str:
 
 
 def told(knob: str, value: Any) -> str:
-    """A value for people."""
+    """Write a value for people."""
     return in_bytes(value) if knob.endswith("_bytes") else shown(value)
 
 
@@ -127,7 +127,7 @@ def told(knob: str, value: Any) -> str:
 
 
 def runners_up(planned: PlannedRun, own: OwnPlan) -> dict[str, RunnerUp]:
-    """Of each knob that is left to `auto` and has another legal value, the one that comes next."""
+    """Return the runner-up of each knob that is left to `auto` and has another legal value."""
     found = {}
     for knob, value in own.knobs.items():
         derived = knob == "rollout.kv_bytes" and is_set(planned.config, "rollout.memory_fraction")
@@ -140,7 +140,7 @@ def runners_up(planned: PlannedRun, own: OwnPlan) -> dict[str, RunnerUp]:
 
 
 def runner_up(own: OwnPlan, knob: str, value: Any, outcome: PredictedPlan | None) -> RunnerUp | None:
-    """What comes of another value of a knob than that of `own`."""
+    """Return the runner-up that another value of a knob than that of `own` gives; None: the value is not legal."""
     if outcome is None:
         return None
     if outcome.fits:
@@ -151,12 +151,12 @@ def runner_up(own: OwnPlan, knob: str, value: Any, outcome: PredictedPlan | None
 
 
 def missing_bytes(memory: MemoryModel) -> int:
-    """Bytes by which the phase that needs most does not fit."""
+    """Return the missing bytes of the phase that lacks most."""
     return max(memory.sample_kv_bytes - memory.kv_bytes, *(phase.total - phase.limit for phase in memory.phases.values()))
 
 
 def alternatives(planned: PlannedRun, own: OwnPlan, knob: str, value: Any) -> Iterator[dict[str, Any]]:
-    """Other values of a knob, each with the keys that go with it."""
+    """Yield other values of a knob, each with the keys that go with it."""
     name = knob.partition(".")[2]
     if knob in SIZES:
         yield from ({knob: size} for size in neighbours(value, SIZES[knob](planned, own.knobs)))
@@ -181,7 +181,7 @@ def alternatives(planned: PlannedRun, own: OwnPlan, knob: str, value: Any) -> It
 
 
 def pointless(config: Config, own: OwnPlan, knob: str) -> bool:
-    """Whether the run refuses the knob: where nothing else works on the same GPUs, and where gradients come and go with a pass."""
+    """Return whether the run refuses the knob: nothing else works on the same GPUs, or gradients exist only during a pass."""
     section, _, name = knob.partition(".")
     if name == "offload_grads":
         return own.run.backend == "fsdp"
@@ -190,12 +190,12 @@ def pointless(config: Config, own: OwnPlan, knob: str) -> bool:
     others = {other.role for other in own.run.others if not other.apart}
     if section != "train":
         return section not in others
-    # As `refused_offloads` of cluster/checks.py: the run looks at the keys that are given, before `auto` has shared anything out.
+    # The same rule as `refused_offloads` of cluster/checks.py: the run looks at the given keys, before `auto` has sharded anything.
     return not (others or (own.run.rollout and samples_from_copy(config)))
 
 
 def neighbours(value: int, legal: Sequence[int]) -> list[int]:
-    """The next smaller and the next larger size."""
+    """Return the next smaller and the next larger size."""
     below, above = [size for size in legal if size < value], [size for size in legal if size > value]
     return [*below[-1:], *above[:1]]
 
@@ -233,8 +233,8 @@ SIZES: Mapping[str, Callable[[PlannedRun, Mapping[str, Any]], list[int]]] = {
 
 # ---- ways to fit -------------------------------------------------------------------------------------------------------------------------
 
-LEAST_TOKENS = 1024  # of a token budget that is offered
-# Keys with which less fits when they are set by hand.
+LEAST_TOKENS = 1024  # least token budget that is offered
+# Keys that may be why a run does not fit, if they are set by hand.
 BY_HAND = (
     "train.shard", "train.shard_size", "train.tensor_parallel", "train.expert_parallel", "train.sequence_parallel",
     "rollout.tensor_parallel", "train.recompute", "train.recompute_layers", "train.offload_optimizer", "train.offload_grads",
@@ -247,15 +247,15 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which a run fits, and how long its step then takes."""
+    """A change with which a run fits, and the seconds of its step."""
 
     words: str
     seconds: float
 
 
 def remedies(planned: PlannedRun) -> list[Remedy]:
-    """Changes with which a run fits: those on the fewest GPUs first, then the fastest. Where one is not enough, everything that was set by
-    hand is left to `auto`, on more GPUs if it must be."""
+    """Return changes with which a run fits: those on the fewest GPUs first, then the fastest. If no single change is enough, everything
+    that was set by hand is left to `auto`, on more GPUs if necessary."""
     for tried in (dict(single_changes(planned)), dict(all_changes(planned))):
         found = [(run.cluster.gpus, outcome.seconds, words) for words, run in tried.items() if (outcome := run.outcome()) and outcome.fits]
         if found:

@@ -2,9 +2,9 @@
 
 Enters: a configuration, a shape, devices and the mean response. Leaves: `SearchResult`, with finalists ranked by predicted seconds of a
 step, each with its reasons. Guaranteed: arithmetic alone, no clock and no randomness; keys that the user has set, and keys of the
-algorithm, are never moved; nothing is proposed that does not fit by both fulltilt.plan and the model of memory, or that the rules of the
-configuration refuse; the order of dictionaries does not matter; a space of at most `EXHAUSTIVE` settings is searched whole. In a larger one
-each round tries every single change, and where a change would be faster but does not fit, together with each change that frees memory.
+algorithm, never change; proposals fit by both fulltilt.plan and the model of memory, and obey the rules of the configuration; the order of
+dictionaries does not matter; a space of at most `EXHAUSTIVE` settings is searched exhaustively. In a larger one each round tries every
+single change; a change that would be faster but does not fit is also tried together with each change that frees memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fulltilt.tune.predict import calibrated
 from fulltilt.tune.time_model import StepSeconds, seconds_of
 from fulltilt.words import in_bytes
 
-EXHAUSTIVE = 400  # settings that are all predicted; each takes some hundredths of a second
+EXHAUSTIVE = 400  # most settings that are all predicted; each takes some hundredths of a second
 MOST_ROUNDS = 12
-DIFFERENT = 0.01  # of the fastest step: predictions that are closer do not say which is faster, and finalists are further apart
-NEGLIGIBLE = 0.002  # of a step's seconds: a setting that changes no more is left to `auto`
+DIFFERENT = 0.01  # share of the fastest step: closer predictions do not say which is faster, and finalists differ by more
+NEGLIGIBLE = 0.002  # share of a step's seconds: a setting that changes less is left to `auto`
 LADDER = {"cuda": (4096, 1 << 18), "cpu": (512, 1 << 16)}  # least and most tokens of a micro-batch that are tried
 LEAST_SEQS = 16
-KV_PARTS = (2, 4)  # of what `auto` gives to the KV cache
+KV_PARTS = (2, 4)  # divisors of the KV cache that `auto` chooses
 MIB = 1 << 20
 
 Settings = tuple[tuple[str, Any], ...]  # keys and values, in the order of the keys
@@ -46,7 +46,7 @@ Rules = Callable[[Config], Iterable[str]]
 
 @dataclass(frozen=True)
 class Axis:
-    """Settings of which one is chosen; in addition to them the key may stay with `auto`."""
+    """Settings of which one is chosen, or none: then the key stays with `auto`."""
 
     name: str
     choices: tuple[Settings, ...]
@@ -54,12 +54,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the models say of a setting."""
+    """Predictions of the models for a setting."""
 
     settings: Settings
     seconds: StepSeconds
     memory: MemoryModel
-    refused: str = ""  # why fulltilt.plan finds that it does not fit
+    refused: str = ""  # why it does not fit by fulltilt.plan
 
     @property
     def fits(self) -> bool:
@@ -67,7 +67,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, to as many digits as may differ by more than rounding."""
+        """Seconds of a step, without the digits that rounding may change."""
         return float(f"{self.seconds.total:.9g}")
 
     @property
@@ -76,8 +76,8 @@ class Prediction:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """By which predictions are ranked: those that fit by seconds, others by how far they are from fitting. Where that is equal, the
-        fewest settings, then the least memory."""
+        """Sort key of predictions: those that fit by seconds, others by how far they are from fitting. Ties go to the fewest settings, then
+        the least memory."""
         missing = 0.0 if self.fits else self.memory.overshoot + (1.0 if self.refused else 0.0)
         return not self.fits, missing, self.step_s, len(self.settings), self.most_bytes, repr(self.settings)
 
@@ -94,12 +94,12 @@ class Finalist:
 
 @dataclass(frozen=True)
 class SearchResult:
-    auto: Prediction  # everything that the user has not set is left to `auto`
-    finalists: tuple[Finalist, ...]  # the fastest first; none if nothing fits
-    axes: tuple[Axis, ...]  # that were searched
-    alike: tuple[str, ...] = ()  # axes of which the models see no effect here
-    predicted: int = 0  # settings that were predicted
-    whole: bool = True  # whether the whole space was
+    auto: Prediction  # the prediction with everything that the user has not set left to `auto`
+    finalists: tuple[Finalist, ...]  # the fastest first; empty if nothing fits
+    axes: tuple[Axis, ...]  # axes that were searched
+    alike: tuple[str, ...] = ()  # axes on which the models see no effect here
+    predicted: int = 0  # number of settings that were predicted
+    whole: bool = True  # whether the whole space was searched
 
 
 # ---- the space ---------------------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
 
 
 def space_of(config: Config, shape: Shape, cluster: Cluster, response: float | None = None) -> tuple[Axis, ...]:
-    """What may be tried: the knobs of which the user has set none, with the values that this model and these devices allow."""
+    """Return what may be tried: the knobs that the user has not set, with the values that this model and these devices allow."""
     found = (*of_batches(config, shape, cluster, response), *of_memory(config, cluster), *of_rollout(config, shape, cluster, response))
     several = of_layout(config, shape, cluster) if cluster.gpus > 1 else ()
     axes = []
@@ -126,7 +126,7 @@ def axis(key: str, values: Iterable[Any]) -> Axis:
 
 
 def of_batches(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> Iterator[Axis]:
-    """Token budgets, up to one micro-batch for all tokens of a mini-batch."""
+    """Yield token budgets, up to one micro-batch for all tokens of a mini-batch."""
     if not config.actor.dynamic_batch:
         return
     run = own_plan(config, shape, cluster, response).run
@@ -134,7 +134,7 @@ def of_batches(config: Config, shape: Shape, cluster: Cluster, response: float |
     most = min(high, 1 << math.ceil(math.log2(max(2.0, run.tokens / run.batch.updates))))
     budgets = [1 << power for power in range(int(math.log2(min(low, most))), int(math.log2(most)) + 1)]
     yield axis("actor.token_budget", budgets)
-    # Sections of roles that a run does not have are refused, and dropped there.
+    # Sections of roles that a run does not have are refused, and their axes dropped later.
     for key in ("actor.forward_token_budget", "ref.forward_token_budget", "reward_model.forward_token_budget"):
         yield axis(key, budgets[1:])
     yield axis("critic.token_budget", budgets[1:])
@@ -142,7 +142,7 @@ def of_batches(config: Config, shape: Shape, cluster: Cluster, response: float |
 
 
 def of_memory(config: Config, cluster: Cluster) -> Iterator[Axis]:
-    """What is kept, and where; and kernels."""
+    """Yield what is kept for the backward pass, and where; and kernels."""
     yield axis("train.recompute", ("none", "selective", "full"))
     yield axis("train.fused_head", (False,))
     if cluster.gpu.is_cpu:
@@ -170,7 +170,7 @@ def of_rollout(config: Config, shape: Shape, cluster: Cluster, response: float |
 
 
 def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
-    """How several devices share the work."""
+    """Yield the ways in which several devices share the work."""
     gpus, within = cluster.gpus, math.gcd(cluster.gpus, min(cluster.gpus, cluster.per_machine))
     ways: list[dict[str, Any]] = [{"train.shard": "optimizer"}, {"train.shard": "full"}]
     if 1 < cluster.per_machine < gpus and gpus % cluster.per_machine == 0:
@@ -188,7 +188,7 @@ def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with these keys set, which are not checked."""
+    """Return the configuration with these keys set, without checking them."""
     by_section: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, _, name = key.partition(".")
@@ -197,13 +197,13 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 class SettingsPredictor:
-    """Predictions of settings, each made once."""
+    """Predicts settings, each only once."""
 
     def __init__(
         self, config: Config, shape: Shape, cluster: Cluster, response: float | None = None, rules: Rules | None = None,
         calibration: Calibration = AS_MODELLED,
     ) -> None:  # fmt: skip
-        """`rules`: further ones, of rooms that this one must not import. `calibration`: what a probe has said of the devices."""
+        """`rules`: further rules, from rooms that this one must not import. `calibration`: a probe's factors for the devices."""
         self.config, self.shape, self.cluster, self.response, self.calibration = config, shape, cluster, response, calibration
         self.rules: Rules = rules or (lambda config: ())
         self._known: dict[Settings, Prediction | None] = {}
@@ -214,7 +214,7 @@ class SettingsPredictor:
         return len(self._known)
 
     def __call__(self, settings: Settings) -> Prediction | None:
-        """None: the settings contradict each other."""
+        """Return the prediction; None: the settings contradict each other."""
         if settings not in self._known:
             self._known[settings] = self._predict(settings)
         return self._known[settings]
@@ -224,11 +224,11 @@ class SettingsPredictor:
             own = own_plan(with_settings(self.config, dict(settings)), self.shape, self.cluster, self.response)
             run = calibrated(own.run, self.calibration)
             return Prediction(settings, seconds_of(run), memory_of(run), own.refused)
-        except UserError:  # a layout that the devices cannot have
+        except UserError:  # a layout that is impossible on the devices
             return None
 
     def legal(self, settings: Settings) -> bool:
-        """Whether a run with these settings would be accepted."""
+        """Return whether a run with these settings would be accepted."""
         if settings not in self._legal:
             self._legal[settings] = not settings or not self._refusal(settings)
         return self._legal[settings]
@@ -247,7 +247,7 @@ class SettingsPredictor:
 
 
 def search(predict: SettingsPredictor, axes: Sequence[Axis], finalists: int = 4) -> SearchResult:
-    """The fastest settings that fit, at most `finalists` of them."""
+    """Return the fastest settings that fit, at most `finalists` of them."""
     axes = tuple(sorted((Axis(own.name, tuple(sorted(own.choices, key=repr))) for own in axes), key=lambda own: own.name))
     auto = predict(())
     if auto is None:
@@ -262,7 +262,7 @@ def search(predict: SettingsPredictor, axes: Sequence[Axis], finalists: int = 4)
 
 
 def effective(predict: SettingsPredictor, axes: Sequence[Axis], auto: Prediction) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
-    """The axes with the choices that are legal alone, without those of which the models see no effect, whose names are returned too."""
+    """Return the axes with the choices that are legal alone, and the names of those that are left out because the models see no effect."""
     kept, alike = list[Axis](), list[str]()
     for own in axes:
         legal = [choice for choice in own.choices if predict.legal(choice)]
@@ -281,7 +281,7 @@ def everything(predict: SettingsPredictor, axes: Sequence[Axis]) -> Iterator[Pre
 
 
 def descent(predict: SettingsPredictor, axes: Sequence[Axis], auto: Prediction) -> list[Prediction]:
-    """All that was predicted on the way from `auto` to a setting that no change makes faster."""
+    """Return all predictions on the way from `auto` to a setting that no change makes faster."""
     seen, at = {auto.settings: auto}, auto
     for _ in range(MOST_ROUNDS):
         singles = dict(changes(predict, axes, at))
@@ -301,7 +301,7 @@ def descent(predict: SettingsPredictor, axes: Sequence[Axis], auto: Prediction) 
 
 
 def changes(predict: SettingsPredictor, axes: Sequence[Axis], at: Prediction) -> Iterator[tuple[tuple[str, Settings], Prediction]]:
-    """Every single change, by its axis and choice."""
+    """Yield the predictions of all single changes, each with its axis and choice."""
     for own in axes:
         for choice in ((), *own.choices):
             found = predict(changed(axes, at.settings, {own.name: choice}))
@@ -310,15 +310,15 @@ def changes(predict: SettingsPredictor, axes: Sequence[Axis], at: Prediction) ->
 
 
 def changed(axes: Sequence[Axis], settings: Settings, choices: Mapping[str, Settings]) -> Settings:
-    """The settings with these choices of axes in place of what they had."""
+    """Return the settings with these choices in place of the axes' earlier ones."""
     moved = {key for own in axes if own.name in choices for choice in own.choices for key, _ in choice}
     kept = {key: value for key, value in settings if key not in moved}
     return settings_of(kept | dict(itertools.chain(*choices.values())))
 
 
 def choose(predict: SettingsPredictor, axes: Sequence[Axis], found: Iterable[Prediction], count: int) -> list[Prediction]:
-    """The fastest legal settings that fit: no two of them so close that predictions could not tell which is faster, and none that only
-    adds something slower to one before."""
+    """Return the fastest legal settings that fit, so far apart that predictions can tell which is faster. Left out is a setting that only
+    adds something slower to one before it."""
     chosen: list[Prediction] = []
 
     def told_apart(own: Prediction) -> bool:
@@ -335,7 +335,7 @@ def choose(predict: SettingsPredictor, axes: Sequence[Axis], found: Iterable[Pre
 
 
 def simplified(predict: SettingsPredictor, axes: Sequence[Axis], own: Prediction) -> Prediction:
-    """The prediction without settings that change next to nothing."""
+    """Return the prediction without settings that have next to no effect."""
     found = own
     for each in axes:
         fewer = predict(changed(axes, found.settings, {each.name: ()}))
@@ -347,12 +347,12 @@ def simplified(predict: SettingsPredictor, axes: Sequence[Axis], own: Prediction
 
 
 def adds_to(own: Prediction, other: Prediction) -> bool:
-    """Whether it has all settings of another one, which sets something, and more."""
+    """Return whether `own` has all settings of `other`, which has some, and more."""
     return bool(other.settings) and set(other.settings) < set(own.settings)
 
 
 def reasons(own: Prediction, auto: Prediction) -> Iterator[str]:
-    """Why a setting is a finalist: what it changes against `auto`, and whether it fits."""
+    """Yield the reasons why a setting is a finalist: the differences from `auto`, and whether it fits."""
     if not own.settings:
         yield "what fulltilt chooses by itself"
     before, after = auto.seconds.phases, own.seconds.phases

@@ -46,8 +46,9 @@ def experts(base: Sizes, count: int, active: int, inner: int, *, shared: int = 0
     }  # fmt: skip
 
 
-# Multi-head latent attention has no place in a `Shape`. These have as many attention weights within 4%, and exactly as many numbers in the
-# KV cache (512 of the latent and 64 of the rotary key for each token and layer); scores are counted with heads of 96 where they have 192.
+# Multi-head latent attention cannot be described by a `Shape`. These sizes have the same number of attention weights within 4%, and exactly
+# the same number of values in the KV cache (512 of the latent and 64 of the rotary key for each token and layer); scores are counted with
+# heads of 96 instead of 192.
 LATENT = {"head_dim": 96, "num_key_value_heads": 3}
 DEEPSEEK_V3 = dense("qwen2_moe", 7168, 18432, 61, 128, 3, 129280, positions=163840) | LATENT | {"qkv_bias": False}
 MOONLIGHT = dense("qwen2_moe", 2048, 11264, 27, 16, 3, 163840, positions=8192) | LATENT | {"head_dim": 96, "qkv_bias": False}
@@ -80,7 +81,7 @@ PUBLISHED: dict[str, Sizes] = {
     "Mixtral-8x7B": SHAPES["Mixtral-8x7B"],
     "Mixtral-8x22B": dense("mixtral", 6144, 16384, 56, 48, 8, 32768, positions=65536) | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "DeepSeek-V3": experts(DEEPSEEK_V3, 256, 8, 2048, shared=2048, dense_layers=3),
-    # The other distilled models have the sizes of the model that they were made from. This one has a head of its own.
+    # The other distilled models have the sizes of the model that they were made from. This one has a separate head.
     "DeepSeek-R1-Distill-Qwen-1.5B": SHAPES["1.5B"] | {"tie_word_embeddings": False, "max_position_embeddings": 131072},
     "Moonlight-16B-A3B": experts(MOONLIGHT, 64, 6, 1408, shared=2816, dense_layers=1),
     "SmolLM2-135M": SHAPES["135M"],
@@ -93,12 +94,12 @@ ALSO = {
     "mixtral47b": "mixtral8x7b", "qwen27b": "qwen257b",
     "llama3170b": "llama370b", "llama3370b": "llama370b", "llama318b": "llama38b", "llama31405b": "llama3405b",
 }  # fmt: skip
-# What the students of distilled models are called, whose names leave out the version.
+# Names of the students of distilled models, without the version.
 STUDENTS = {
     "qwen15b": "deepseekr1distillqwen15b", "qwen7b": "qwen257b", "qwen14b": "qwen2514b", "qwen32b": "qwen2532b", "llama8b": "llama38b",
     "llama70b": "llama370b",
 }  # fmt: skip
-# Words that are written out before separators are dropped. Without its separator, Qwen2-57B would read like Qwen2.5-7B.
+# Words that are expanded before separators are removed. Without its separator, Qwen2-57B would read like Qwen2.5-7B.
 ABBREVIATIONS = (
     (re.compile(r"(?<![a-z0-9])(dpsk|ds)(?=[^a-z]|[rv]\d|$)"), "deepseek"),
     (re.compile(r"^deepseek$"), "deepseek-v3"),
@@ -114,7 +115,7 @@ SIZE = re.compile(r"\d+(\.\d+)?b(?![a-z])")
 
 
 def named_shape(text: str) -> Shape:
-    """The shape of a folder with a config.json, or of a model by its name."""
+    """Return the shape of a folder with a config.json, or of a model by its name."""
     if (Path(text) / "config.json").is_file():
         return Shape.read(text)
     if found := find_shape(text):
@@ -124,14 +125,14 @@ def named_shape(text: str) -> Shape:
 
 
 def name_of(shape: Shape) -> str | None:
-    """The well-known name of a shape, however it was given; None: no model here has these sizes."""
+    """Return the well-known name of a shape, however it was given; None: no model here has these sizes."""
     sizes = replace(shape, positions=None)
     return next((name for name, own in (PUBLISHED | SHAPES).items() if replace(Shape.from_config(own), positions=None) == sizes), None)
 
 
 def find_shape(text: str) -> Sizes | None:
-    """The sizes of a model that is named somewhere in a text, such as a cell or the name of a file; None: there is none. A name of which
-    another one is a part goes before it."""
+    """Return the sizes of a model that is named somewhere in a text, such as a cell or the name of a file; None: no model is. Of names that
+    contain one another, the longest counts."""
     if text in SHAPES:
         return SHAPES[text]
     known = {joined(name): sizes for name, sizes in PUBLISHED.items()}
@@ -140,7 +141,7 @@ def find_shape(text: str) -> Sizes | None:
     if not DISTILLED.search(plain):
         return looked_up(plain, known)
     teacher, _, student = DISTILLED.sub("\n", plain, count=1).partition("\n")
-    # What follows the word is the student. Where no size follows, the student may be named first, and the teacher or nothing comes after.
+    # The student follows the word. If no size follows, the student may be named first, and the teacher or nothing comes after.
     named = student if SIZE.search(student) else teacher
     found = looked_up(named, known | {short: known[whole] for short, whole in STUDENTS.items()})
     return None if found is PUBLISHED["DeepSeek-V3"] else found
@@ -159,7 +160,7 @@ def looked_up(plain: str, known: Mapping[str, Sizes]) -> Sizes | None:
 
 
 def spellings(plain: str) -> list[str]:
-    """Forms of a name to look for: with usual abbreviations written out, and without words about training."""
+    """Return forms of a name to look for: with common abbreviations expanded, and without words about training."""
     for pattern, whole in ABBREVIATIONS:
         plain = pattern.sub(whole, plain)
     return [joined(plain), joined(TRAINING_WORDS.sub(" ", re.sub(r"[_\-\s]+", " ", plain)))]

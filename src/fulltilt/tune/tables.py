@@ -1,13 +1,13 @@
-"""Published tables of step times: read as they stand, and set beside what the models of memory and time say.
+"""Published tables of step times, compared with the predictions of the models of memory and time.
 
 Enters: CSV files such as those of tests/data/published, whose rows are runs of verl with Megatron or FSDP training and vLLM rollout.
-Leaves: `TableRow`s, each a `RunDescription` with its measured numbers, and the comparison. Guaranteed: headers and cells are read whatever
-their case and spelling; a row that cannot be read is reported and does not stop the others; no number of a row but those of its settings,
-and the tokens that its throughput gives, enters its prediction; that a run did not run out of memory enters only where its table leaves out
-what decides it (`as_it_fits`), and then its memory is not judged. Where a table gives no throughput, all of its rows of one model and limit
-share one mean response length, which is chosen once, so that the median row's update takes as long as predicted.
+Leaves: `TableRow`s, each a `RunDescription` with its measured numbers, and the comparison. Guaranteed: headers and cells may have any case
+and spelling; a row that cannot be read is reported and does not stop the others; a prediction uses only the settings of its row, and the
+tokens that its throughput gives; that a run did not run out of memory is used only if its table leaves out what decides it (`as_it_fits`),
+and then its memory is not judged. If a table gives no throughput, all of its rows of one model and limit share one mean response length,
+which is chosen once so that the median row's update takes as long as predicted.
 
-What such tables leave out is in `FACTS`, by the algorithm that the file's name begins with.
+`FACTS` has the facts that such tables leave out, by the algorithm in the file's name.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ TIMES = ("step", "rollout", "generation", "update_actor", "old_logp", "ref_logp"
 
 @dataclass(frozen=True)
 class TableFacts:
-    """What the scripts beside a table say and its columns do not."""
+    """Facts from the scripts of a table's runs, which its columns leave out."""
 
     reference: bool
-    offload: bool  # where no column says so
+    offload: bool  # if no column says otherwise
     fused_head: bool
-    fused_rope: bool  # where no row says so
+    fused_rope: bool  # if no row says otherwise
     entropy: bool
     graphs: bool
-    memory_share: tuple[float, float] = (0.6, 0.6)  # what an engine takes: on one machine, and on several
+    memory_share: tuple[float, float] = (0.6, 0.6)  # an engine's share of memory: on one machine, and on several
     samples: int = 16
-    micro_batch: int = 2  # where batches are not dynamic
+    micro_batch: int = 2  # if batches are not dynamic
     forward_micro_batch: int = 4
 
 
-# From the run scripts, as tests/data/published/README.md quotes them. Megatron rows of DAPO ignore the request for recompute; FSDP obeys.
+# Source: the run scripts, as tests/data/published/README.md quotes them. Megatron rows of DAPO ignore the request for recompute; FSDP
+# obeys.
 FACTS = {
     "grpo": TableFacts(reference=True, offload=False, fused_head=True, fused_rope=True, entropy=False, graphs=False),
     "dapo": TableFacts(
@@ -59,10 +60,10 @@ FACTS = {
     ),
 }
 FULL = Recompute("full", 1, "uniform")
-USUAL_TOKENS = 20480  # of a micro-batch, where a table does not say
+USUAL_TOKENS = 20480  # tokens of a micro-batch, if a table does not give them
 OTHERS = replace(FACTS["dapo"], reference=True)
 
-# The columns that are read, and patterns of their headers in lower case with single spaces; the first header that matches counts.
+# The columns that are read, with patterns of their headers in lower case with single spaces; the first header that matches counts.
 HEADERS = {
     "number": r"(number|no|id|row|#|index)",
     "backend": r"(backend|framework|engine|strategy|train backend)",
@@ -103,12 +104,12 @@ class TableRow:
     table: str
     run: RunDescription
     measured: Mapping[str, float]  # seconds of the columns of TIMES that the row has
-    ran_out: bool  # whether memory did not suffice
-    ran: bool  # it has a measured number
+    ran_out: bool  # whether the run ran out of memory
+    ran: bool  # whether the row has a measured number
     layout: str
-    tokens: float | None = None  # tokens of a row, where the table gives them
+    tokens: float | None = None  # mean tokens of a sample, if the table gives them
     unstated: frozenset[str] = frozenset()  # settings that the table leaves out: "recompute", "engine"
-    adapted: bool = False  # what it leaves out was set so that the run fits
+    adapted: bool = False  # settings that the table leaves out were chosen so that the run fits
     mfu: float | None = None
 
 
@@ -135,7 +136,7 @@ class RowPrediction:
 
     @property
     def verdict(self) -> bool | None:
-        """Whether the prediction that it fits, or does not, is right; None: the row says neither, or was made to fit."""
+        """Whether the prediction that the run fits, or does not, is right; None: the row does not say, or was made to fit."""
         if not (self.row.ran or self.row.ran_out) or (self.row.adapted and self.memory.fits):
             return None
         return self.memory.fits != self.row.ran_out
@@ -145,7 +146,7 @@ class RowPrediction:
 
 
 def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> PublishedTable:
-    """`hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, where the table does not name it."""
+    """Read a table. `hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, if the table does not name it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -176,15 +177,15 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
 
 
 def on_hardware(row: TableRow, hardware: str) -> TableRow:
-    """The same run on other GPUs, of which nothing was measured."""
+    """Return the same run on other GPUs, without measurements."""
     cluster = Cluster.parse(hardware, row.run.cluster.gpus)
     return replace(row, run=replace(row.run, cluster=cluster), measured={}, ran=False, ran_out=False)
 
 
 def columns_of(headers: Iterable[str]) -> dict[str, str]:
-    """Which header each column has."""
+    """Return the header of each column."""
     plain = {plain_header(header): header for header in headers if header}
-    plain |= {re.sub(r" (s|secs?|seconds)$", "", own): header for own, header in plain.items()}  # with a unit
+    plain |= {re.sub(r" (s|secs?|seconds)$", "", own): header for own, header in plain.items()}  # without a unit
     found: dict[str, str] = {}
     for name, pattern in HEADERS.items():
         header = next((own for own in plain if re.fullmatch(pattern, own)), None)
@@ -198,7 +199,7 @@ def plain_header(header: str) -> str:
 
 
 def size_columns(headers: Iterable[str]) -> dict[str, str]:
-    """Columns that have one size of the layout each, such as TP and PP, by the word that a layout has for it."""
+    """Return the columns that have one size of the layout each, such as TP and PP, by the layout's word for it."""
     return {words[-1]: header for header in headers if header and (words := plain_header(header).split()) and is_size(words)}
 
 
@@ -207,7 +208,8 @@ def is_size(words: Sequence[str]) -> bool:
 
 
 def gpus_of(given: Mapping[str, str]) -> int:
-    """The number of GPUs: a column of its own, which may be a product, or that of the GPU's cell, or machines of eight."""
+    """Return the number of GPUs: from a column of its own, which may be a product, or from the GPU's cell, or from a number of machines
+    with eight each."""
     text = given.get("gpus", "")
     if product := re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\d+)\s*(gpus?)?\s*", text.lower()):
         return int(product[1]) * int(product[2])
@@ -272,8 +274,9 @@ def engine_of(given: Mapping[str, str], facts: TableFacts, cluster: Cluster, oth
 
 
 def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> BatchDescription:
-    """`longest`: tokens of the longest row. Where no cell says how micro-batches are filled, they have verl's usual budget, twice
-    that (three times in passes without gradient), but not beyond what its scripts for long responses have."""
+    """Return the batches of a row. If no cell says how micro-batches are filled, they have verl's usual budget, twice the longest row
+    (three times in passes without gradient), but not beyond that of its scripts for long responses. `longest`: tokens of the longest
+    row."""
     dynamic = truth(given.get("dynamic"), None)
     actor, logp = (plain_number(given.get(name)) for name in ("actor_batch", "logp_batch"))
     found: dict[str, Any] = {"micro_batch": facts.micro_batch, "forward_micro_batch": facts.forward_micro_batch}
@@ -295,7 +298,8 @@ def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> Batch
 
 
 def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | None:
-    """The column, else the remarks, else what the backend does by itself: FSDP runs had gradient checkpointing on. None: nothing says."""
+    """Return the recompute that the column states, else the remarks, else the backend's default: FSDP runs had gradient checkpointing on.
+    None: it is not stated."""
     text = cell.lower() or ("selective" if "selective recompute" in other else "false" if "no recompute" in other else "")
     text = text or ("full" if re.search(r"full recompute|recompute[_ ]?full", other) else "")
     if "sel" in text:
@@ -306,9 +310,9 @@ def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | Non
 
 
 def as_it_fits(row: TableRow) -> TableRow:
-    """What a table leaves out, as people set it who make a run fit: engines of as few GPUs as their weights and one sample need, and full
-    recompute where an update does not fit without it (verl's scripts recommend none as long as memory suffices). A failed run of the
-    table, for which memory did not suffice, was not made to fit: recompute is assumed only where the table states it."""
+    """Return a row in which settings that the table leaves out have the values that people choose to make a run fit: engines of as few GPUs
+    as their weights and one sample need, and full recompute if an update does not fit without it (verl's scripts recommend none as long as
+    memory suffices). A run that failed for lack of memory was not made to fit: its recompute is assumed only if the table states it."""
     run = row.run
     if "engine" in row.unstated:
         sizes = (1 << power for power in range(run.cluster.gpus.bit_length()))
@@ -320,7 +324,7 @@ def as_it_fits(row: TableRow) -> TableRow:
 
 
 def tokens_of(given: Mapping[str, str], measured: Mapping[str, float], run: RunDescription) -> float | None:
-    """Tokens of a row, from tokens per second and GPU over the whole step."""
+    """Return the tokens of a sample, from tokens per second and GPU over the whole step."""
     throughput = plain_number(given.get("throughput"))
     if throughput is None or "step" not in measured:
         return None
@@ -334,7 +338,7 @@ def truth(text: str | None, default: Any) -> Any:
 
 
 def plain_number(text: str | None) -> float | None:
-    """A number, with k for 1,024 and commas allowed; None: the cell has none."""
+    """Return the number in a cell, with k for 1,024 and commas allowed; None: the cell has none."""
     found = re.fullmatch(r"~?\s*([\d,]*\.?\d+)\s*([kK])?\s*s?", (text or "").strip())
     if not found:
         return None
@@ -357,7 +361,7 @@ def tokens_in(text: str | None, default: int) -> int:
 
 
 def with_lengths(rows: Sequence[TableRow]) -> list[TableRow]:
-    """Rows with the mean length of their responses: their own, that of others like them, or the common one."""
+    """Return rows with the mean length of their responses: their own, that of similar rows, or the common one."""
     alike: dict[Any, list[TableRow]] = {}
     for row in rows:
         alike.setdefault((row.run.shape, row.run.lengths), []).append(row)
@@ -371,7 +375,8 @@ def with_lengths(rows: Sequence[TableRow]) -> list[TableRow]:
 
 
 def common_tokens(rows: Sequence[TableRow]) -> float:
-    """One length for all rows: the mean where some give theirs, else that with which the median update is as predicted."""
+    """Return one length for all rows: the mean of the given ones if there are any, else the one with which the median update takes as long
+    as predicted."""
     if given := [row.tokens for row in rows if row.tokens is not None]:
         return fmean(given)
     lengths = rows[0].run.lengths
@@ -384,7 +389,7 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
         middle = math.sqrt(low * high)
         ratios = [update_seconds(row.run.with_response(middle)).total / row.measured["update_actor"] for row in timed]
         low, high = (middle, high) if median(ratios) < 1 else (low, middle)
-    # At an end of the range no length explains the seconds.
+    # At an end of the range no length explains the measured seconds.
     return lengths.prompt + low if 2.0 < low < 0.95 * lengths.most_response else usual
 
 
@@ -397,17 +402,17 @@ def predict(table: PublishedTable) -> list[RowPrediction]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How well a column of all tables is predicted: mean relative errors."""
+    """Error of the predictions of one column over all tables: mean relative errors."""
 
     column: str
     rows: int
     error: float
     baseline: float  # the error with one constant share of the peak for each type of GPU, chosen to fit these rows best
-    shares: Mapping[str, float] = field(default_factory=dict)  # those constants
+    shares: Mapping[str, float] = field(default_factory=dict)  # those constant shares
 
 
 def compare(predictions: Sequence[RowPrediction], column: str = "update_actor") -> Comparison | None:
-    """Mean relative error, beside that of a constant MFU for each type of GPU that knows the same lengths."""
+    """Return the mean relative error, with that of a constant MFU for each type of GPU that knows the same lengths."""
     timed = [(own, own.row.measured[column]) for own in predictions if own.row.measured.get(column)]
     if not timed:
         return None
@@ -426,7 +431,7 @@ def constant_error(ideal: Sequence[tuple[float, float]], share: float) -> float:
 
 
 def ideal_seconds(run: RunDescription) -> float:
-    """The update's FLOPs at the GPUs' peak."""
+    """Return the seconds of the update's FLOPs at the GPUs' peak."""
     rows = run.lengths.rows
     each = update_flops(ModelSize.of_shape(run.shape), rows, sum(rows)).total / len(rows)
     return run.batch.rows * each / (run.cluster.gpus * run.gpu.flops)
@@ -438,7 +443,7 @@ SHOWN = ("update_actor", "generation", "rollout", "old_logp", "step")
 
 
 def lines(tables: Sequence[PublishedTable], predictions: Sequence[RowPrediction]) -> Iterator[str]:
-    """Prediction beside measurement, as a table for people."""
+    """Yield predictions and measurements as a table for people."""
     for table in tables:
         own = [each for each in predictions if each.row.table == table.path.name]
         yield f"{table.path.name}: predicted / measured seconds"

@@ -1,11 +1,11 @@
 """The model of time: seconds of each phase of a step, by cause.
 
 Enters: a `RunDescription`. Leaves: `PhaseSeconds` for each phase. Guaranteed: arithmetic alone, from FLOPs (batching/cost.py), bytes
-(`Shape`, parallel/traffic.py) and the figures of the hardware table; constants are those of tune/constants.py and no others.
+(`Shape`, parallel/traffic.py) and the figures of the hardware table; all constants are in tune/constants.py.
 
-A pass is the sum of what cannot overlap: products and attention at the rate that the GPU reaches, memory traffic of what lies between them,
-collectives inside layers, and the host's launches, which do not depend on tokens and so are paid for each micro-batch. Ranks wait for each
-other after every mini-batch, so the one with most tokens counts.
+The seconds of a pass are the sum of parts that cannot overlap: products and attention at the rate that the GPU reaches, memory traffic of
+the operations between them, collectives inside layers, and the host's launches, which do not depend on tokens and so count for each
+micro-batch. Ranks wait for each other after every mini-batch, so the one with most tokens counts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from fulltilt.tune.memory_model import (
 from fulltilt.tune.packing import packing
 
 FORWARD, BACKWARD = 1, 2  # a backward pass does twice the arithmetic of a forward pass
-OF_HOST = ("launches", "unfused positions")  # causes for which a device waits
-SAMPLE = 1024  # tokens of a stream that stands for others where bytes are proportional to tokens
+OF_HOST = ("launches", "unfused positions")  # causes that are the host's: a device waits for them
+SAMPLE = 1024  # tokens of a stream that represents others, where bytes are proportional to tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PhaseSeconds:
 
 
 NOTHING = PhaseSeconds()
-# Phases of which those that have GPUs of their own run beside the others.
+# Groups of phases that run beside one another, if their roles have GPUs of their own.
 TOGETHER = (("old-logprob", "ref-logprob", "values"), ("update-critic", "update-actor"))
 
 
@@ -71,14 +71,14 @@ class StepSeconds:
     ref_logprob: PhaseSeconds
     update: PhaseSeconds
     other: PhaseSeconds
-    reward: PhaseSeconds = NOTHING  # of a reward model
+    reward: PhaseSeconds = NOTHING  # scores of a reward model
     values: PhaseSeconds = NOTHING
     update_critic: PhaseSeconds = NOTHING
     apart: frozenset[str] = frozenset()  # phases of roles that have GPUs of their own
 
     @property
     def rollout(self) -> float:
-        """Generation with the engine's waking, and the way of the samples back to the driver."""
+        """Seconds of generation with the engine's waking and the samples' way back to the driver."""
         return self.generation.total + self.sync.total
 
     @property
@@ -89,7 +89,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """The longest chain: what runs beside others counts where it takes longer than they do."""
+        """Seconds of the longest chain: a phase that runs beside others counts only if it takes longer than they do."""
         phases, beside = self.phases, {name for names in TOGETHER for name in names}
         found = sum(phase.total for name, phase in phases.items() if name not in beside)
         for names in TOGETHER:
@@ -135,12 +135,12 @@ def model_size(shape: Shape) -> ModelSize:
 
 @dataclass(frozen=True)
 class Passes:
-    """What the GPUs of one data-parallel group do in a phase."""
+    """Work of the GPUs of one data-parallel group in a phase."""
 
-    tokens: float  # of the whole phase, on the group with most of them
+    tokens: float  # tokens of the whole phase, in the group with the most
     rows: float  # samples
     batches: int  # micro-batches of the whole phase
-    at_once: int  # micro-batches that follow one another without a wait for other groups
+    at_once: int  # micro-batches in sequence without waiting for other groups
     learns: bool
 
     @property
@@ -150,7 +150,7 @@ class Passes:
 
 def update_passes(run: RunDescription) -> Passes:
     batch, lengths, layout = run.batch, run.lengths, run.layout
-    rows = batch.rows / batch.updates / run.data  # of a mini-batch, in one group
+    rows = batch.rows / batch.updates / run.data  # samples of a mini-batch, in one group
     tokens = rows * lengths.mean * lengths.imbalance(run.data, int(rows))
     if batch.token_budget is None:
         count = math.ceil(rows / batch.micro_batch)
@@ -163,7 +163,7 @@ def update_passes(run: RunDescription) -> Passes:
 
 
 def forward_passes(run: RunDescription) -> Passes:
-    """Log-probs of all samples; the driver has dealt them out evenly."""
+    """Return the passes for log-probs of all samples; the driver has distributed them evenly."""
     batch, layout = run.batch, run.layout
     rows, tokens = batch.rows / run.data, run.tokens / run.data
     if batch.forward_token_budget is None:
@@ -176,7 +176,7 @@ def forward_passes(run: RunDescription) -> Passes:
 
 
 def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
-    """Seconds of all micro-batches on the GPUs of one group, by cause."""
+    """Return the seconds of all micro-batches on the GPUs of one group, by cause."""
     found = {
         "products": product_seconds(run, passes),
         "attention": attention_seconds(run, passes),
@@ -189,7 +189,7 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
     }
     gathered = gather_seconds(run, passes)
     hidden = found["products"] + found["attention"] + found["memory traffic"]
-    # FSDP fetches a layer while another computes, which hides less than all of it.
+    # FSDP gathers a layer while another computes, which hides only a part of the time.
     found["gathering parameters"] = max(run.system.exposed * gathered, gathered - hidden)
     found = {cause: seconds * (run.calibration.host if cause in OF_HOST else run.calibration.passes) for cause, seconds in found.items()}
     on_device = sum(seconds for cause, seconds in found.items() if cause not in OF_HOST)
@@ -201,15 +201,16 @@ def pass_seconds(run: RunDescription, passes: Passes) -> dict[str, float]:
 
 
 def late_stage(run: RunDescription, head: float, layers: float) -> dict[str, float]:
-    """How much longer the slowest stage of a pipeline takes than an equal share of the layers. That is the last one with the head, which
-    has a layer fewer where their number cannot be divided, or one of those that have a layer more."""
+    """Return how much longer the slowest stage of a pipeline takes than an equal share of the layers. The slowest is either the last one
+    with the head, which has one layer fewer if their number is not divisible, or one that has a layer more."""
     share = len(run.shape.layers) / run.layout.pipeline
     last, uneven = head - (share - math.floor(share)) * layers / share, (math.ceil(share) - share) * layers / share
     return {"head": last} if last > uneven else {"head": 0.0, "uneven stages": uneven}
 
 
 def again_share(run: RunDescription, passes: Passes) -> float:
-    """The share of a forward pass over the layers that the backward pass repeats. What selective recompute repeats is memory traffic."""
+    """Return the share of a forward pass over the layers that the backward pass repeats. Repeats of selective recompute count as memory
+    traffic."""
     return recomputed_share(run) if passes.learns and run.recompute.kind == "full" else 0.0
 
 
@@ -219,18 +220,18 @@ def recomputed_share(run: RunDescription) -> float:
 
 
 def times_forward(run: RunDescription, passes: Passes) -> float:
-    """A pass's arithmetic in the layers, in forward passes."""
+    """Return the arithmetic of a pass in the layers, in forward passes."""
     return (FORWARD + BACKWARD + again_share(run, passes)) if passes.learns else FORWARD
 
 
 def product_seconds(run: RunDescription, passes: Passes) -> float:
-    """Matrix products of the layers, each at the rate that its sides allow."""
+    """Return the seconds of the layers' matrix products, each at the rate that its sides allow."""
     rate = run.gpu.flops * run.gpu.matmul_share
     each = sum(
         count * layer_product_flops(run.shape, layer, run, passes.in_micro_batch) for layer, count in Counter(run.shape.layers).items()
     )
     group = run.layout.model_parallel
-    frozen = 1 if passes.learns and run.trained is not None else 0  # weights that do not learn have no gradient: half of a backward pass
+    frozen = 1 if passes.learns and run.trained is not None else 0  # frozen weights have no gradient, which saves half of a backward pass
     found = passes.tokens * each * (times_forward(run, passes) - frozen)
     if run.system.stops_early and again_share(run, passes):
         found -= passes.tokens * last_products(run, passes.in_micro_batch)
@@ -238,14 +239,14 @@ def product_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def last_products(run: RunDescription, tokens: float) -> float:
-    """FLOPs of a token in the last product of each unit that is recomputed."""
+    """Return the FLOPs of a token in the last product of each unit that is recomputed."""
     last = [run.shape.layers[unit[-1]] for unit in run.recompute.units(len(run.shape.layers))]
     return sum(layer_product_flops(run.shape, layer, run, tokens, ends=("down_proj",)) for layer in last)
 
 
 def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, tokens: float, ends: tuple[str, ...] = ("",)) -> float:
-    """FLOPs of a token in the forward pass of a layer, each product's enlarged by what its short sides waste. `ends`: those of the names of
-    the products that count."""
+    """Return the FLOPs of a token in the forward pass of a layer, each product enlarged by the waste of its short sides. `ends`: only
+    products whose names end so count."""
     found = 0.0
     layout, own_tokens = run.layout, tokens / (run.layout.context * run.layout.sequence)
     for name, (inner, outer, copies) in shape.products(layer).items():
@@ -253,7 +254,7 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
             continue
         active = min(copies, layer.experts.active) if layer.experts else 1
         rows = own_tokens
-        if copies > 1:  # an expert sees its share of the tokens of all GPUs that have experts between them
+        if copies > 1:  # an expert gets its share of the tokens of all GPUs that divide the experts
             rows = own_tokens * active / copies
             rows *= layout.expert * layout.expert_tensor / layout.tensor if layout.divides_experts else 1
         parts = layout.tensor if copies == 1 else layout.expert_parts
@@ -265,8 +266,8 @@ def layer_product_flops(shape: Shape, layer: DecoderLayer, run: RunDescription, 
 
 
 def expert_imbalance(run: RunDescription, experts: int) -> float:
-    """Times the mean, that the GPU with the most popular experts computes and receives: more, the fewer of them each GPU has, since those
-    of a GPU even one another out."""
+    """Return the tokens that the GPU with the most popular experts computes and receives, as a multiple of the mean: the fewer experts each
+    GPU has, the more, since those of a GPU even one another out."""
     places = run.layout.expert_places
     return min(float(places), 1 + run.system.expert_spread * math.sqrt((places - 1) / experts))
 
@@ -278,7 +279,7 @@ def attention_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def traffic_seconds(run: RunDescription, passes: Passes) -> float:
-    """What operations between products read and write."""
+    """Return the seconds in which operations between products read and write memory."""
     fused, sorting = run.fused_layers, run.system.expert_traffic
     kept = sum(
         count * run.shape.layer_bytes(layer, run.itemsize, fused=fused) * (sorting if layer.experts else 1.0)
@@ -291,8 +292,8 @@ def traffic_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def head_seconds(run: RunDescription, passes: Passes) -> float:
-    """The vocabulary's product and what reads its result. A fused head computes logits again in the backward pass. In a pipeline the last
-    stage does it while the others wait (`late_stage`)."""
+    """Return the seconds of the vocabulary's product and of the operations that read its result. A fused head computes logits again in the
+    backward pass. In a pipeline the last stage does this while the others wait (`late_stage`)."""
     if not run.vocabulary_head:
         return 0.0
     shape, group = run.shape, run.layout.tensor * run.layout.context * run.layout.sequence
@@ -309,7 +310,7 @@ def head_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def launch_seconds(run: RunDescription, passes: Passes) -> float:
-    """The host's launches in all micro-batches, layer by layer; stages of a pipeline launch at the same time."""
+    """Return the seconds of the host's launches in all micro-batches, layer by layer; stages of a pipeline launch at the same time."""
     layers, layout = run.shape.layers, run.layout
     system = run.system
     ring = system.host_ring * (layout.context - 1)
@@ -325,7 +326,7 @@ def launch_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def gradient_seconds(run: RunDescription, passes: Passes) -> float:
-    """Gradients of a micro-batch are added to those before it, in float32."""
+    """Return the seconds in which gradients of micro-batches are added to earlier ones, in float32."""
     if not passes.learns:
         return 0.0
     learned = gathered_parameters(run) if run.backend == "fsdp" and run.trained is None else learned_parameters(run)
@@ -333,8 +334,8 @@ def gradient_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def rope_seconds(run: RunDescription, passes: Passes) -> float:
-    """Rotary positions of packed sequences where no kernel does them at once."""
-    if run.fused_rope or run.backend == "fsdp":  # that of Hugging Face runs over the whole stream, which memory traffic counts
+    """Return the seconds of rotary positions of packed sequences without a fused kernel."""
+    if run.fused_rope or run.backend == "fsdp":  # Hugging Face's positions run over the whole stream, which memory traffic counts
         return 0.0
     forward, backward = c.ROPE_LAUNCHES
     launches = forward * (1 + again_share(run, passes)) + (backward if passes.learns else 0)
@@ -342,14 +343,14 @@ def rope_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def layer_collectives(run: RunDescription, passes: Passes) -> float:
-    """What GPUs of a group exchange inside layers."""
+    """Return the seconds in which GPUs of a group exchange data inside layers."""
     layout, shape, stream = run.layout, run.shape, Stream(SAMPLE, (range(SAMPLE),))
     tokens = passes.tokens / SAMPLE
     recompute = run.recompute if run.recompute.kind == "full" else Recompute()
     found = 0.0
     if layout.tensor > 1:
-        # The collectives of the backward pass run beside the products of the weights' gradients, as Megatron has them. Tokens that are sent
-        # to divided experts are not gathered first.
+        # The collectives of the backward pass run beside the products of the weights' gradients, as in Megatron. Tokens that are sent to
+        # divided experts are not gathered first.
         moved = tensor_pass(shape, layout.tensor, run.itemsize, stream, "logprob", learns="none")
         sent_apart = sum(layer.experts is not None and not layer.experts.shared_inner for layer in shape.layers) * layout.divides_experts
         share = tokens / (layout.pipeline * layout.context) * (1 + again_share(run, passes)) * (1 - sent_apart / (2 * len(shape.layers)))
@@ -365,7 +366,8 @@ def layer_collectives(run: RunDescription, passes: Passes) -> float:
 
 
 def ring_seconds(run: RunDescription, passes: Passes) -> float:
-    """Keys and values go round a ring, in the backward pass with their gradients, while attention computes."""
+    """Return the seconds of keys and values that go round a ring, in the backward pass with their gradients, beyond those of attention
+    meanwhile."""
     layout = run.layout
     keys = sum(2 * layer.keys for layer in run.shape.layers) * run.itemsize / layout.tensor
     share = passes.tokens / layout.context * (layout.context - 1) / layout.pipeline
@@ -374,8 +376,8 @@ def ring_seconds(run: RunDescription, passes: Passes) -> float:
 
 
 def dispatch_seconds(run: RunDescription, tokens: float) -> float:
-    """A GPU's tokens go to their experts and back, in a forward pass: within its machine over the GPUs' link, and at the same time to other
-    machines over the network. GPUs that cut experts have one another's tokens gathered and their results summed."""
+    """Return the seconds in which a GPU's tokens go to their experts and back, in a forward pass: within a machine over the GPUs' link, and
+    at the same time to other machines over the network. GPUs that share experts gather one another's tokens and sum their results."""
     layout, cluster = run.layout, run.cluster
     near = max(1, min(layout.expert, cluster.per_machine // layout.expert_tensor))
     machines = max(1.0, layout.expert / near)
@@ -383,7 +385,7 @@ def dispatch_seconds(run: RunDescription, tokens: float) -> float:
     for experts, count in Counter(layer.experts for layer in run.shape.layers if layer.experts).items():
         far = (machines - 1) * copies_sent(run, experts.active, machines) / machines
         close = (layout.expert - 1) * copies_sent(run, experts.active, layout.expert) / layout.expert
-        if not run.system.deduplicates:  # then what comes from another machine is not passed on within one
+        if not run.system.deduplicates:  # then tokens from another machine are not passed on within one
             close -= far
         cut = experts.active * (layout.expert_tensor - 1) / cluster.link(layout.expert_tensor)
         sent = max(close / cluster.gpu.gpu_link, far / cluster.gpu.network) + cut
@@ -393,13 +395,13 @@ def dispatch_seconds(run: RunDescription, tokens: float) -> float:
 
 
 def copies_sent(run: RunDescription, active: int, places: float) -> float:
-    """How often a token is sent where its experts are spread evenly over so many places: once for each expert, or once to each place that
-    has any of them."""
+    """Return how often a token is sent if its experts are spread evenly over `places`: once for each expert, or once to each place that has
+    any of them."""
     return places * (1 - (1 - 1 / places) ** active) if run.system.deduplicates else active
 
 
 def gather_seconds(run: RunDescription, passes: Passes) -> float:
-    """FSDP: parameters are gathered for each pass, and gradients summed after each."""
+    """Return the seconds in which FSDP gathers parameters for each pass, and sums gradients after each."""
     if run.backend != "fsdp" or run.shard == 1:
         return 0.0
     whole = gathered_parameters(run)
@@ -423,13 +425,14 @@ def update_seconds(run: RunDescription) -> PhaseSeconds:
 
 def logprob_seconds(run: RunDescription) -> PhaseSeconds:
     found = pass_seconds(run, forward_passes(run)) | {"handing out rows": driver_seconds(run, trains=False)}
-    if run.offload_params:  # what does not learn comes, and need not be copied back
+    if run.offload_params:  # parameters of a role that is not trained need not be copied back
         found["offload"] = (1 if run.trained == 0 else 2) * held_bytes(run)["parameters"] / host_copy(run)
     return PhaseSeconds({cause: seconds for cause, seconds in found.items() if seconds > 0})
 
 
 def optimizer_seconds(run: RunDescription) -> float:
-    """Gradients summed and parameters gathered among the GPUs that have the same ones, and the step itself, for each mini-batch."""
+    """Return the seconds of each mini-batch's optimizer step, in which the GPUs with the same parameters sum gradients and gather
+    parameters."""
     layout, own = run.layout, own_parameters(run)
     apart = layout.expert * layout.expert_tensor if layout.divides_experts else layout.tensor
     parts = [(own.shared, run.shard, layout.tensor), (own.experts, expert_copies(run), apart)]
@@ -445,7 +448,8 @@ def optimizer_seconds(run: RunDescription) -> float:
 
 
 def offload_seconds(run: RunDescription) -> float:
-    """What comes to the GPU before an update and leaves it afterwards. Gradients are made anew."""
+    """Return the seconds in which offloaded states move to the GPU before an update and back afterwards. Gradients are not moved: each
+    update computes new ones."""
     held, times = held_bytes(run), run.batch.updates * run.batch.epochs if run.system.streams_optimizer else 1
     there_and_back = 2 * held["parameters"] if run.offload_params else 0
     streamed = times * held["optimizer"] / run.system.duplex if run.offload_optimizer else 0
@@ -453,7 +457,7 @@ def offload_seconds(run: RunDescription) -> float:
 
 
 def activation_copies(run: RunDescription, passes: Passes) -> float:
-    """Seconds in which activations go to the host and come back."""
+    """Return the seconds in which activations go to the host and come back."""
     if not run.offload_activations:
         return 0.0
     kept = run.shape.kept_bytes(run.itemsize, fused=run.fused_layers, recompute=run.recompute) / run.layout.model_parallel
@@ -461,12 +465,13 @@ def activation_copies(run: RunDescription, passes: Passes) -> float:
 
 
 def host_copy(run: RunDescription) -> float:
-    """Bytes per second to and from the host."""
+    """Return the bytes per second to and from the host."""
     return min(run.gpu.host_link, run.system.host_copy)
 
 
 def driver_seconds(run: RunDescription, *, trains: bool) -> float:
-    """The driver hands out padded rows: ids, mask and positions in 8 bytes, and in an update responses, log-probs and advantages too."""
+    """Return the seconds in which the driver hands out padded rows: ids, mask and positions in 8 bytes, and in an update responses,
+    log-probs and advantages too."""
     row = 3 * 8 * run.lengths.longest_row + (8 + 4 * (4 if trains else 1)) * run.lengths.most_response
     copies = run.system.megatron_copies if run.backend == "megatron" else 1
     return run.batch.rows * row * copies / run.system.driver_rate
@@ -484,8 +489,8 @@ def sync_seconds(run: RunDescription) -> PhaseSeconds:
 
 
 def copy_seconds(run: RunDescription, whole: int) -> float:
-    """A system that gathers parameters straight into the engine's copy is bound by the links between those that have parts of them. Of one
-    that gathers them matrix by matrix, each GPU receives all of them."""
+    """Return the seconds in which parameters move to the engine. If a system gathers them straight into the engine's copy, the links
+    between the GPUs that have parts of them are the limit; if it gathers them matrix by matrix, each GPU receives all of them."""
     if run.system.syncs_whole:
         return whole / (run.cluster.link(run.cluster.gpus) * c.LINK_SHARE)
     parts = max(run.layout.tensor, run.layout.expert) * (run.shard if run.backend == "fsdp" else 1)
@@ -497,14 +502,15 @@ def copy_seconds(run: RunDescription, whole: int) -> float:
 
 
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
-    """Decoding of all samples by one of the engines, all of which have as many. Samples beyond those that run at once wait; then the
-    longest ones end alone. Samples of one length end together, and those that wait begin together: the last of them are fewer."""
+    """Return the seconds in which one engine decodes its samples; all engines have the same number. Samples beyond those that run at once
+    wait; then the longest ones end alone. Samples of one length end together, and the waiting ones begin together, the last of them in a
+    smaller number."""
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
     running = min(samples, concurrency(run))
     found = prefill_seconds(run, math.ceil(samples / running))
     if run.calibration.rollout_s:
         found["start"] = run.calibration.rollout_s
-    if run.system.host_token and math.isinf(run.lengths.median):  # samples that end apart are recorded while others are decoded
+    if run.system.host_token and math.isinf(run.lengths.median):  # samples of different lengths are recorded during decoding
         found["records"] = run.system.host_token * running * run.lengths.response
     mean = sum(run.lengths.responses) / len(run.lengths.responses)
     if math.isinf(run.lengths.median):
@@ -530,8 +536,8 @@ def add(found: dict[str, float], steps: float, causes: Mapping[str, float]) -> N
 
 
 def concurrency(run: RunDescription) -> float:
-    """Samples that an engine decodes at once: as many as it may, and as its cache holds at their mean length. One that does not fit
-    is timed as if it had a small cache."""
+    """Return how many samples an engine decodes at once: as many as it may, and as its cache holds at their mean length. An engine that
+    does not fit is timed as if it had a small cache."""
     memory = memory_of(run)
     cache = (memory.kv_bytes if memory.engine_starts else CACHED_SAMPLES * memory.sample_kv_bytes) * kv_parts(run)
     held = cache / (run.shape.kv_bytes_per_token(run.itemsize) * run.lengths.mean)
@@ -540,14 +546,14 @@ def concurrency(run: RunDescription) -> float:
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """What one of an engine's decode steps takes of its GPU, as far as it does not depend on the samples."""
+    """Costs of an engine's decode step on its GPU, as far as they do not depend on the samples."""
 
     run: RunDescription
-    shared: float  # numbers that a step reads in any case, on each GPU
+    shared: float  # numbers that a step always reads, on each GPU
     experts: float  # numbers of all experts, on each GPU
     routed: float  # the share of experts that a sample is sent to
-    multiplied: float  # numbers that a token is multiplied with, on each GPU
-    token_bytes: float  # of keys and values, on each GPU
+    multiplied: float  # numbers that a token is multiplied by, on each GPU
+    token_bytes: float  # bytes of keys and values, on each GPU
 
     @staticmethod
     def of(run: RunDescription) -> DecodeCosts:
@@ -564,7 +570,7 @@ class DecodeCosts:
         )
 
     def step(self, running: float, context: float) -> dict[str, float]:
-        """Seconds of one step with so many samples, by cause. Of experts it reads those that any of the samples is sent to."""
+        """Return the seconds of one step with `running` samples, by cause. It reads only the experts that any of the samples is sent to."""
         run, shape, gpu, parts, system = self.run, self.run.shape, self.run.gpu, self.run.engine.tensor, self.run.system
         bandwidth = gpu.hbm * c.HBM_SHARE
         reading = run.itemsize * (self.shared + self.experts * (1 - (1 - self.routed) ** running)) / bandwidth
@@ -586,12 +592,12 @@ class DecodeCosts:
         return found | ({"scheduling": waits} if waits else {})
 
     def gap(self, layer: DecoderLayer) -> float:
-        """Seconds of a layer's kernels that are too short for what they read or compute to count."""
+        """Return the seconds of a layer's kernels that are too short for their bytes or FLOPs to explain."""
         system = self.run.system
         return system.graph_layer + (0 if self.run.fused_layers else system.graph_unfused) + (system.graph_experts if layer.experts else 0)
 
     def in_turn(self, running: float, context: float) -> float:
-        """Tokens of a sample that one program of decoding's attention reads after another."""
+        """Return the tokens of a sample that one program of decoding's attention reads in sequence."""
         layer = max(self.run.shape.layers, key=lambda own: own.head_width)
         keys = max(1, layer.key_heads // self.run.engine.tensor)
         launch = launch_for(max(1, int(running)), keys, layer.head_width, self.run.itemsize, self.run.lengths.longest_row)
@@ -599,7 +605,7 @@ class DecodeCosts:
 
 
 def read_weights(shape: Shape, running: float) -> float:
-    """Weights that a step with so many samples reads."""
+    """Return the number of weights that a step with `running` samples reads."""
     counts = parameters(shape)
     experts = next((layer.experts for layer in shape.layers if layer.experts), None)
     routed = experts.active / experts.count if experts else 0.0
@@ -608,8 +614,8 @@ def read_weights(shape: Shape, running: float) -> float:
 
 
 def prefill_seconds(run: RunDescription, waves: int) -> dict[str, float]:
-    """Prompts, each once for all its samples where those share it. The host launches a pass, and two for each further wave of samples that
-    run at once: not all places become free together."""
+    """Return the seconds of prompts, each read once for all its samples if these share it. The host launches one pass, and two more for
+    each further wave of samples that run at once: not all places become free together."""
     size, system = model_size(run.shape), run.system
     times = 1 if run.engine.shares_prompts else run.batch.samples
     tokens = run.batch.rollout_prompts * times * run.lengths.prompt / run.cluster.gpus
