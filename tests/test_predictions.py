@@ -7,6 +7,7 @@ its probe has measured.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import pytest
 
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.records import Probed, RolloutPass, UpdatePass
+from fulltilt.schema import Config
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.calibration import calibrate
 from fulltilt.tune.constants import FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.packing import packing
-from fulltilt.tune.predict import PREDICTED, Predictor, with_lengths
+from fulltilt.tune.predict import PREDICTED, Predictor, UsedDevices, planned_cluster, with_lengths
+from fulltilt.tune.time_model import generation_seconds, in_waves, one_by_one
 
 BENCH = Path(__file__).parent.parent / "docs" / "bench"
 FITTED: list[dict[str, Any]] = json.loads((BENCH / "predictions_fit.json").read_text())["runs"]
@@ -111,6 +114,29 @@ def test_four_models_have_enough_such_runs() -> None:
     assert len(within) >= 16 and {one["model"] for one in within} == {"0.5B", "1.5B", "7B", "2.7B-A0.5B"}
     seen = {(one["model"], one["metrics"]["response_length/mean"], one["run"]["batch"]["prompts"]) for one in [*FITTED, *OTHERS]}
     assert not any((one["model"], one["metrics"]["response_length/mean"], one["run"]["batch"]["prompts"]) in seen for one in NEW)
+
+
+def test_samples_of_one_length_end_together() -> None:
+    """192 samples of which 160 run at once take two responses' steps, as 96 at once do; with more spread the rest begins one by one."""
+    (one,) = [one for one in NEW if one["settings"] == ["train.head_recompute=true", "rollout.max_seqs=160"]]
+    run = replace(described(one), lengths=Lengths(255, 768, 192.0, 768.0))
+    steps = {size: sum(count for count, _, _ in in_waves(run, 192, size)) for size in (96, 160, 191, 192)}
+    assert steps == {96: 1536, 160: 1536, 191: 1536, 192: 768}
+    spread = replace(run, lengths=replace(run.lengths, response=400.0))
+    assert sum(count for count, _, _ in one_by_one(spread, 192, 160)) < 768 + 0.2 * 768
+    assert (run.lengths.alike, spread.lengths.alike) == (1, 0)
+
+
+def test_seconds_do_not_jump_where_responses_reach_their_limit() -> None:
+    run = described(NEW[0])
+    seconds = [generation_seconds(replace(run, lengths=Lengths(255, 1000, 192.0, mean))).total for mean in range(860, 1001)]
+    assert all(0.9 < after / before < 1.1 for before, after in itertools.pairwise(seconds)), seconds
+
+
+def test_machines_have_the_devices_of_all_roles() -> None:
+    devices = UsedDevices("NVIDIA H100 80GB HBM3", 85_520_809_984, 12, 2)
+    config = Config.model_validate({"model": {"path": "a"}, "data": {"train": "b"}, "cluster": {"roles": {"reward_model": 4}}})
+    assert (planned_cluster(config, devices).gpus, planned_cluster(config, devices).per_machine) == (16, 8)
 
 
 def test_micro_batches_are_those_that_were_made() -> None:

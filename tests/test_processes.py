@@ -481,6 +481,27 @@ class Greeted(LauncherHere):
             yield peer
 
 
+@pytest.mark.parametrize(
+    "error", [UserError("the machine foo cannot reach this one"), KeyboardInterrupt(), OSError(24, "Too many open files")]
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_keeps_workers_from_starting_is_raised(error: BaseException, before: int) -> None:
+    """Those that were started are ended."""
+    started: list[WorkerPeer] = []
+
+    class Failing(LauncherHere):
+        def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
+            for peer in super().launch(ranks[:before], environment):
+                started.append(peer)
+                yield peer
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        Processes([0, 1], "toy_worker:make", launcher=Failing())
+    assert caught.value is error and len(started) == before
+    assert all(peer.process.ended() for peer in started)
+
+
 @pytest.mark.usefixtures("slow_stacks")
 def test_a_worker_that_hangs_while_it_loads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stack of what it does, which may be an import."""

@@ -289,7 +289,7 @@ class Processes:
         self._peers[rank].outbox.put((pack(message, copy=True), None))
 
     def send_all(self, message: Any) -> None:
-        self._post([(pack(message, copy=True), None)] * self.size)
+        self._post([(pack(message, copy=True), None)] * len(self._peers))  # fewer than wanted, where starting them failed
 
     def _post(self, messages: Sequence[Envelope | None]) -> None:
         """Put each worker's message, if any, into its outbox. One call of C does it, which neither a signal nor another thread divides, so

@@ -13,6 +13,8 @@ from statistics import NormalDist
 
 from fulltilt.tune.constants import SPREAD
 
+# From this share of the limit on, a mean says that responses end at the limit: some at first, and with the second share all of them.
+SOME_ALIKE, ALL_ALIKE = 0.9, 0.98
 PARTS = 128  # lengths that represent all, each for an equal share of the responses
 NORMAL = NormalDist()
 
@@ -38,6 +40,11 @@ class Lengths:
     def median(self) -> float:
         """Median of the log-normal distribution; infinite if all responses are as long as the limit."""
         return median_response(self.response, self.most_response)
+
+    @property
+    def alike(self) -> float:
+        """The share of responses that are taken to be equally long: none of them below `SOME_ALIKE`."""
+        return min(1.0, max(0.0, (self.response / self.most_response - SOME_ALIKE) / (ALL_ALIKE - SOME_ALIKE)))
 
     @cached_property
     def responses(self) -> tuple[float, ...]:
@@ -103,7 +110,7 @@ def factors() -> tuple[float, ...]:
 @cache
 def median_response(mean: float, most: int) -> float:
     """Return the median of the log-normal distribution that has this mean when it is cut at the limit."""
-    if mean >= 0.98 * most:
+    if mean >= ALL_ALIKE * most:
         return math.inf
     low, high = mean / 100, 100.0 * most
     for _ in range(40):

@@ -49,13 +49,17 @@ class UsedDevices:
     @property
     def cluster(self) -> Cluster:
         """The same devices with the figures of the hardware table."""
-        known = accelerator(self.name)
-        return Cluster(replace(known, memory=self.memory or known.memory), self.workers, max(1, self.workers // self.machines))
+        return self.with_others(0)
+
+    def with_others(self, workers: int) -> Cluster:
+        """The same with the devices of so many workers of other roles, which share the machines with the actor's."""
+        known, every = accelerator(self.name), self.workers + workers
+        return Cluster(replace(known, memory=self.memory or known.memory), every, max(1, every // self.machines))
 
 
 def planned_cluster(config: Config, devices: UsedDevices) -> Cluster:
     """Return all GPUs of a run: the actor's, and those of roles with workers of their own."""
-    return replace(devices.cluster, gpus=devices.cluster.gpus + sum(config.cluster.roles.values()))
+    return devices.with_others(sum(config.cluster.roles.values()))
 
 
 def describe_run(config: Config, shape: Shape, devices: UsedDevices, plan: Plan, calibration: Calibration = AS_MODELLED) -> RunDescription:

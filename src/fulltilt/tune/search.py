@@ -171,7 +171,8 @@ def of_rollout(config: Config, shape: Shape, cluster: Cluster, response: float |
 
 def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
     """Yield the ways in which several devices share the work."""
-    gpus, within = cluster.gpus, math.gcd(cluster.gpus, min(cluster.gpus, cluster.per_machine))
+    gpus = cluster.gpus - sum(config.cluster.roles.values())  # the actor's
+    within = math.gcd(gpus, min(gpus, cluster.per_machine))
     ways: list[dict[str, Any]] = [{"train.shard": "optimizer"}, {"train.shard": "full"}]
     if 1 < cluster.per_machine < gpus and gpus % cluster.per_machine == 0:
         ways.append({"train.shard": "hybrid", "train.shard_size": cluster.per_machine})

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import fmean
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.footprint import launch_for
@@ -502,32 +503,40 @@ def copy_seconds(run: RunDescription, whole: int) -> float:
 
 
 def generation_seconds(run: RunDescription) -> PhaseSeconds:
-    """Return the seconds in which one engine decodes its samples; all engines have the same number. Samples beyond those that run at once
-    wait; then the longest ones end alone. Samples of one length end together, and the waiting ones begin together, the last of them in a
-    smaller number."""
+    """Return the seconds in which one engine decodes its samples; all engines have the same number."""
     samples, costs = run.batch.rollout_rows / run.engines, DecodeCosts.of(run)
-    running = min(samples, concurrency(run))
+    running, alike = min(samples, concurrency(run)), run.lengths.alike
     found = prefill_seconds(run, math.ceil(samples / running))
     if run.calibration.rollout_s:
         found["start"] = run.calibration.rollout_s
-    if run.system.host_token and math.isinf(run.lengths.median):  # samples of different lengths are recorded during decoding
-        found["records"] = run.system.host_token * running * run.lengths.response
-    mean = sum(run.lengths.responses) / len(run.lengths.responses)
-    if math.isinf(run.lengths.median):
-        full, rest = divmod(samples, running)
-        for alive, times in ((running, full), (rest, 1)):
-            if alive:
-                add(found, times * mean, costs.step(alive, run.lengths.prompt + mean / 2))
-        return PhaseSeconds(found)
+    if run.system.host_token and alike:  # samples of different lengths are recorded during decoding
+        found["records"] = alike * run.system.host_token * running * run.lengths.response
+    for share, decoding in ((alike, in_waves), (1 - alike, one_by_one)):
+        for steps, size, context in decoding(run, samples, running) if share else ():
+            add(found, share * steps, costs.step(size, context))
+    return PhaseSeconds(found)
+
+
+def in_waves(run: RunDescription, samples: float, running: float) -> Iterator[tuple[float, float, float]]:
+    """Yield the decode steps of samples of one length: how many steps, with how many samples and tokens of context each. Samples that run
+    at once end together, and the waiting ones begin together, the last of them in a smaller number."""
+    mean = fmean(run.lengths.responses)
+    full, rest = divmod(samples, running)
+    for times, size in ((full, running), (1, rest)):
+        if size:
+            yield times * mean, size, run.lengths.prompt + mean / 2
+
+
+def one_by_one(run: RunDescription, samples: float, running: float) -> Iterator[tuple[float, float, float]]:
+    """Yield the same of samples of different lengths. A waiting sample begins when another ends; then the longest ones end alone."""
+    mean = fmean(run.lengths.responses)
     if samples > running:
-        full_steps = (samples - running) * mean / running
-        add(found, full_steps, costs.step(running, run.lengths.prompt + mean / 2))
+        yield (samples - running) * mean / running, running, run.lengths.prompt + mean / 2
     before, lengths = 0.0, [*run.lengths.responses, run.lengths.longest_of(run.batch.rollout_rows)]
     for place, length in enumerate(lengths):
         alive = max(1.0, running * (1 - place / (len(lengths) - 1)))
-        add(found, length - before, costs.step(alive, run.lengths.prompt + (before + length) / 2))
+        yield length - before, alive, run.lengths.prompt + (before + length) / 2
         before = length
-    return PhaseSeconds(found)
 
 
 def add(found: dict[str, float], steps: float, causes: Mapping[str, float]) -> None:
