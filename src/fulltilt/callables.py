@@ -81,7 +81,7 @@ def source_of(function: Function) -> bytes:
     outside: a change to any of them changes the function. Objects of libraries, arrays among them, are left out: nothing stable identifies
     them."""
     texts: list[str] = []
-    seen: dict[int, Any] = {}  # by identity; holds the values, so that no identity is used twice
+    seen: dict[int, Any] = {}  # values by identity; they are held, so that no identity is used twice
     waiting: list[Any] = [function]
     while waiting:
         value = waiting.pop()

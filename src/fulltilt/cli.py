@@ -165,7 +165,7 @@ def system_error(error: OSError) -> str:
 
 def without_output(out: streams.Outlet) -> int:
     """Return the exit code of a command that succeeded: 0 if its output could be written. A run has told its user that it continues
-    without."""
+    without it."""
     out.flush()
     if not out.lost or out.loss_is_told:
         return 0

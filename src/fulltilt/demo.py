@@ -93,7 +93,7 @@ save_rollouts = 64
 class DemoSummary:
     reward_first: float
     reward_last: float
-    seconds: float  # for both stages, and for making the model and the data
+    seconds: float  # seconds of both stages, and of making the model and the data
     tokens_per_s: float
 
 

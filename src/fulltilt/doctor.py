@@ -1,9 +1,9 @@
-"""What is installed and usable on this computer, and what is missing; or how a run has spent its time and memory.
+"""A report of what is installed and usable on this computer, and what is missing; or of how a run has spent its time and memory.
 
 Enters: nothing, the address of a Ray cluster, or the folder of a run. Leaves: a `Report` of findings, each with a status, what was found
 and the remedy, and for a run the explanation of tune/explain.py. Guaranteed: no network access except to the cluster, nothing written, and
-no exception: a package that cannot even be imported is a finding. torch and transformers are imported only while they are examined, so
-that there is a report when they are what is broken; for a run they are not imported.
+no exception: a package that cannot even be imported is a finding. torch and transformers are imported only while they are examined, so that
+there is a report when they are what is broken; for a run they are not imported.
 """
 
 from __future__ import annotations

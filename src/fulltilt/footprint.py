@@ -21,7 +21,7 @@ TILE = 128  # chunks are whole tiles of a matrix product, if they are that large
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How log-probs and entropy are computed. No option changes their values."""
+    """Options for the computation of log-probs and entropy. No option changes their values."""
 
     fused: bool = True
     """Compute in chunks of rows, forward and backward. False: logits of all rows in float32, with autograd."""

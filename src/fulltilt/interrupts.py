@@ -63,7 +63,8 @@ class Interrupts:
     """
 
     def __init__(self, on_first: Callable[[], str] = lambda: "") -> None:
-        """`on_first` is called in the handler of the first signal. It returns what the stop has to wait for, if anything."""
+        """Make a handler. `on_first` is called in the handler of the first signal, and returns what the stop has to wait for, if
+        anything."""
         self._on_first = on_first
         self._wanted: int | None = None  # the first signal
         self.held = False

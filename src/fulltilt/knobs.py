@@ -32,7 +32,7 @@ class Knob:
     legal: str  # the legal values, in words; empty: nothing can be set, the engine decides by itself
     must_change: str  # the measurement that the knob must change
     auto: str  # its value when it is left out
-    built: bool  # in this version
+    built: bool  # whether it is built in this version
     note: str = ""  # what users of an alias must know: another unit, the opposite sense, an error in a guide
 
     @property
@@ -266,7 +266,7 @@ class ListedKey:
     names: tuple[str, ...]  # all names, its own first
     line: str  # the line in a list of all knobs or keys
     facts: Mapping[str, str]  # explanations by title
-    document: Mapping[str, Any]  # the same for machines
+    document: Mapping[str, Any]  # the same facts for machines
 
 
 def listing(wanted: Sequence[str], *, everything: bool, as_json: bool) -> str:

@@ -48,7 +48,7 @@ CLIPPED: Mapping[str, Setting] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip"
 
 @dataclass(frozen=True)
 class Estimator:
-    """How rewards become advantages: a built-in value of `algorithm.advantage`."""
+    """The way from rewards to advantages: a built-in value of `algorithm.advantage`."""
 
     function: str  # its name in algo.advantage
     defaults: Mapping[str, Setting] = field(default_factory=dict)  # keys of [algorithm] that it adds, with their default values
@@ -60,7 +60,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """How advantages become a loss: a built-in value of `algorithm.loss`."""
+    """The way from advantages to a loss: a built-in value of `algorithm.loss`."""
 
     function: str  # its name in algo.loss
     defaults: Mapping[str, Setting] = field(default_factory=dict)

@@ -133,7 +133,7 @@ class Row:
     ids: np.ndarray  # int64 [tokens]
     mask: np.ndarray  # bool [tokens]: True where the token is trained on; mask[0] is always False
     group: int = 0  # index of its group in the step
-    reward: float = 0.0  # for the whole sample, the algorithm's shaping included
+    reward: float = 0.0  # reward of the whole sample, the algorithm's shaping included
     baseline: float | None = None  # reward of the prompt's greedy sample
     lag: int = 0  # steps since it was sampled: above 0 for carried-over groups, whose rollout log-probs come from older weights
     rollout_logprobs: np.ndarray | None = None  # float32 [tokens], from the engine
@@ -268,7 +268,7 @@ class ValueTerms:
 
     values: torch.Tensor  # with gradient
     weights: torch.Tensor
-    old_values: torch.Tensor  # from before the step's first update
+    old_values: torch.Tensor  # values from before the step's first update
     returns: torch.Tensor
 
 

@@ -30,7 +30,7 @@ class ModelFamily:
 
     tied: bool = False  # whether the output embedding is the input embedding, if config.json does not say
     qkv_bias: bool | str = "attention_bias"  # whether queries, keys and values have biases, or the key of config.json that says so
-    output_bias: bool | str = "attention_bias"  # the same for the projection after attention
+    output_bias: bool | str = "attention_bias"  # whether the projection after attention has a bias, or the key of config.json that says so
     mlp_bias: bool | str = False
     norms: int = 2  # norms over the hidden states in a layer
     head_norms: bool | str = False  # whether queries and keys have norms
@@ -152,7 +152,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class LayerDivision:
-    """How workers divide the layers of a model among themselves. The default: not at all."""
+    """Division of a model's layers among workers. The default: none."""
 
     members: int = 1  # workers of a tensor-parallel group
     experts: int = 1  # workers that hold all experts together
@@ -174,7 +174,7 @@ WHOLE_LAYERS = LayerDivision()
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which layers are computed again in the backward pass, and how much of them is kept (memory/recompute.py)."""
+    """The layers that are computed again in the backward pass, and how much of them is kept (memory/recompute.py)."""
 
     kind: Literal["none", "selective", "full"] = "none"
     layers: int | None = None  # block: number of first layers; uniform: layers per unit. None: all layers, one by one

@@ -35,7 +35,7 @@ class UserCodeError(Exception):
 class UserCode:
     """A function by its file, and the file's content when it was read; or a function from Python."""
 
-    name: str  # as configured
+    name: str  # the name as configured
     path: str = ""  # empty for a function of fulltilt's own
     attribute: str = ""
     source: bytes = b""

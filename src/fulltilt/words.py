@@ -46,14 +46,13 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with the next one if it ends in a colon; the error's type if it has no message.
-    | Write a size in bytes. Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
+    """Return the first line of an error's message, with the next one if it ends in a colon; the error's type if it has no message."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return (f"{first} {others[0].strip()}" if first.endswith(":") and others else first)[:300]
 
 
 def in_bytes(count: float) -> str:
-    """Return the first line of an error's message, with the next one if it ends in a colon, or the error's type if it has no message."""
+    """Write a size in bytes. Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

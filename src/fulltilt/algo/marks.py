@@ -22,7 +22,7 @@ class TrainedTokens:
     """All trained tokens of some micro-batches, concatenated."""
 
     def __init__(self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray], *, bypass: bool) -> None:
-        """`bypass`: the engine's log-probs are the old ones. Without old ones, the policy's own are used."""
+        """Collect the tokens. `bypass`: the engine's log-probs are the old ones. Without old ones, the policy's own are used."""
         nothing = np.zeros(0)
         pairs = list(zip(batches, logprobs, strict=True))
         olds = [(micro.rollout_logprobs if bypass else micro.old_logprobs, own) for micro, own in pairs]

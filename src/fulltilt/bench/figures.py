@@ -21,7 +21,7 @@ class Timing:
 
     setting: Mapping[str, Any]
     seconds: Sequence[float] = ()  # one number for each repeat
-    prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, if a workload asks for time per token
+    prefill_seconds: Sequence[float] = ()  # seconds for the same prompts with one token each, if a workload asks for time per token
     trial_seconds: float | None = None  # seconds of the trial by which a setting was chosen or dropped, warm-up included
     logprobs: bool = True
     error: str | None = None
@@ -85,10 +85,10 @@ class StepTiming:
 
     setting: Mapping[str, Any]
     seconds: Sequence[float] = ()  # seconds of each step after the warm-up
-    rollout_seconds: Sequence[float] = ()  # for each of these steps, seconds until its last sample was finished
+    rollout_seconds: Sequence[float] = ()  # seconds of each of these steps until its last sample was finished
     first_step_seconds: float | None = None  # seconds of the warm-up step
     peak_memory_bytes: int | None = None  # allocated by torch, from the first step on
-    peak_device_bytes: int | None = None  # in use on the device, without those of other processes
+    peak_device_bytes: int | None = None  # peak bytes in use on the device, without those of other processes
     start_seconds: float | None = None  # seconds until the first step
     error: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)

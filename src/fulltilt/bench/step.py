@@ -46,7 +46,7 @@ WARM_UP = 1  # steps that are reported separately: captures, compilation, first 
 SETTINGS = ("rollout.", "train.", "actor.", "run.probe")
 GIB = 2**30
 END = "<|endoftext|>"  # also the padding token
-FIRST_WORD = 0x40000  # in the planes of Unicode that are not assigned
+FIRST_WORD = 0x40000  # a character in the planes of Unicode that are not assigned
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:

@@ -46,7 +46,7 @@ _UNREACHABLE = (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError)
 
 @dataclass(frozen=True)
 class HubFiles:
-    files: tuple[Path, ...]  # in the order of the shards
+    files: tuple[Path, ...]  # files in the order of the shards
     version: str  # e.g. "openai/gsm8k at commit 3f1a..."
 
 

@@ -54,7 +54,7 @@ class PromptEncoder:
     """Encodes the prompts of a data set, all in the same way, for rollout and for SFT."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, remedy: str = TEMPLATE_REMEDY) -> None:
-        """`remedy`: what to do if the chat template fails."""
+        """Make an encoder. `remedy`: what to do if the chat template fails."""
         self._tokenizer, self._remedy = tokenizer, remedy
         self._system = config.system
         self._template_args = config.template_args

@@ -60,7 +60,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer turns products of queries and keys into scores, and how far back a token looks."""
+    """A layer's way to turn products of queries and keys into scores, and how far back a token looks."""
 
     scale: float
     window: int | None = None
@@ -241,7 +241,7 @@ def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: D
     if scoring.window not in context.bunches:
         context.bunches[scoring.window] = bunches_of(context, scoring.window, 2 * keys[0].nbytes)
     grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
-    numbers = context.block_tokens * keys.shape[1] * keys.shape[2]  # in a block
+    numbers = context.block_tokens * keys.shape[1] * keys.shape[2]  # numbers in a block
     blocks_of_keys, blocks_of_values = keys.view(-1, numbers), values.view(-1, numbers)
     outputs = []
     for bunch in context.bunches[scoring.window]:

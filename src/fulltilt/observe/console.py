@@ -47,7 +47,7 @@ _PHASE_WIDTH, _TIMES_WIDTH = 21, 33  # columns of the bar's line, so that the ba
 
 
 class Console:
-    """Example:
+    """The console output of a run. Example:
 
     with console.run(total=100, done=0):
         console.begin_step(1)

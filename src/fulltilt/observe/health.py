@@ -226,7 +226,7 @@ class Verdict:
 
 class Health:
     def __init__(self, config: HealthConfig, streaks: Mapping[str, int] | None = None, first_entropy: float | None = None) -> None:
-        """`streaks` and `first_entropy` are those of the checkpoint that the run resumes from."""
+        """Start to watch. `streaks` and `first_entropy` are those of the checkpoint that the run resumes from."""
         self.config = config
         self._rules = tuple(rule for rule in RULES if rule.name not in config.ignore)
         looked_at = {rule.name for rule in self._rules if rule.stops}

@@ -60,7 +60,7 @@ class Logger(Protocol):
 
     also_needs: tuple[str, ...] = ()  # modules besides its own
     id: str = ""  # the logger's id of the run, kept in the run folder for a resume
-    hint: str  # how to look at what was logged
+    hint: str  # how to look at the logged data
     has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
     @staticmethod

@@ -30,7 +30,7 @@ class Outlet:
     """A text stream that outlives its reader."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """`stream` is None if the descriptor was closed before Python began."""
+        """Wrap a stream, which is None if the descriptor was closed before Python began."""
         self.lost: Exception | None = None if stream else OSError(errno.EBADF, "it is closed")
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         self._on_loss: Callable[[str], None] | None = None

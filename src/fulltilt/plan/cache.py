@@ -51,7 +51,7 @@ def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) 
 
 
 def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
-    """Return about the bytes that decoding `rows` samples at once takes beside the KV cache: logits, the samples' progress, and on CUDA the
+    """Estimate the bytes that decoding `rows` samples at once takes beside the KV cache: logits, the samples' progress, and on CUDA the
     kernels' workspaces, a layer's temporaries, and the memory of captured graphs."""
     actor, block = facts.actor, config.rollout.block_tokens
     shape, itemsize = actor.shape, actor.itemsize
@@ -76,7 +76,7 @@ def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
 
 
 def useful_rollout(config: Config, made: Decisions, facts: Facts) -> tuple[int, str]:
-    """Return about the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or all if there are
+    """Estimate the bytes on the device in a rollout with a KV cache for `CACHED_SAMPLES` of the longest samples, or all if there are
     fewer, and a description of them."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
@@ -134,13 +134,13 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
 
 
 def prefill_bytes(shape: Shape, tokens: float, itemsize: int, *, fused: bool, parts: int = 1) -> int:
-    """Return about the bytes of an engine's pass over `tokens` tokens of prompts: those of the layer that keeps most. `parts`: the number
+    """Estimate the bytes of an engine's pass over `tokens` tokens of prompts: those of the layer that keeps most. `parts`: the number
     of workers among which it is divided."""
     return int(tokens * max(shape.layer_bytes(layer, itemsize, fused=fused) for layer in set(shape.layers)) / parts)
 
 
 def pass_bytes(facts: Facts, tokens: float) -> int:
-    """Return about the bytes of the actor's pass over `tokens` tokens of prompts; 0 on a CPU, where memory is allocated when needed."""
+    """Estimate the bytes of the actor's pass over `tokens` tokens of prompts; 0 on a CPU, where memory is allocated when needed."""
     if facts.device != "cuda":
         return 0
     actor = facts.actor

@@ -35,7 +35,7 @@ OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offlo
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """How one role runs, with every `auto` and every key inherited from `[train]` resolved. Keys that a role does not have keep their
+    """Settings of one role, with every `auto` and every key inherited from `[train]` resolved. Keys that a role does not have keep their
     default."""
 
     packing: bool = True
@@ -55,7 +55,7 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """How each role runs, with every `auto` decided."""
+    """Settings of all roles, with every `auto` decided."""
 
     settings: Mapping[str, RoleSettings]
     budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives to micro-batches of roles that are trained, on CUDA

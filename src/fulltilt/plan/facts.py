@@ -117,13 +117,13 @@ class RoleFacts:
         return int(ACTIVATION_MARGIN * largest * (1 + again))
 
     def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
-        """Return about the most bytes of a micro-batch of which a worker has `tokens` tokens. The head is done before the layers' backward
+        """Estimate the most bytes of a micro-batch of which a worker has `tokens` tokens. The head is done before the layers' backward
         pass begins; each member of a group has a part of the logits of all tokens."""
         of_head = self.head_bytes(tokens * self.division.members, keys, entropy_gradient)
         return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
 
     def forward_bytes(self, tokens: int, keys: Mapping[str, Any]) -> int:
-        """Return about the most bytes of a pass of `tokens` tokens without gradient: those of a layer, or of the head."""
+        """Estimate the most bytes of a pass of `tokens` tokens without gradient: those of a layer, or of the head."""
         largest = max((self.shape.layer_bytes(layer, self.itemsize, fused=self.fused) for layer in set(self.shape.layers)), default=0)
         return max(int(ACTIVATION_MARGIN * largest * tokens), self.head_bytes(tokens, keys, entropy_gradient=False))
 

@@ -93,7 +93,7 @@ def budget_reasons(
 
 
 def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:
-    """Return about the bytes of the device that a micro-batch takes with all recompute and offload of activations that `auto` may choose;
+    """Estimate the bytes of the device that a micro-batch takes with all recompute and offload of activations that `auto` may choose;
     one layer's activations are still on the device while they move to the host."""
     keys, own = {**given, "recompute": "full" if given["recompute"] == "auto" else given["recompute"]}, -(-tokens // model.division.members)
     found = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef))

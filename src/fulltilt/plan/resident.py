@@ -32,10 +32,10 @@ def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     sharding = facts.sharding_of(role)
     held, shared = model.held(sharding), sharding.parameters
-    # In a rollout, an engine with a copy of the actor needs no other role.
+    # In a rollout, an engine that reads a copy of the actor needs no role's parameters.
     at_work = updated or ("" if facts.samples_from_copy else "actor")
     parameters = held.parameters if role == at_work or "offload_params" not in away else 0
-    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # those of shards come with a pass
+    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # shards have theirs only in a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, sharding, model.itemsize) if role == updated else 0
     twin = facts.engine_bytes if facts.rollout and role == "actor" else 0
@@ -63,7 +63,7 @@ def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) ->
 
 
 def loading_order(facts: Facts) -> dict[str, int]:
-    """Return about the bytes on the device while each role is loaded, in the order of loading: if parameters are sharded, first the roles
+    """Estimate the bytes on the device while each role is loaded, in the order of loading: if parameters are sharded, first the roles
     whose loading takes most in addition to what stays of them."""
     found, before = dict[str, int](), 0
     taken = {role: loading_of(facts, role) for role in facts.roles}
@@ -75,7 +75,7 @@ def loading_order(facts: Facts) -> dict[str, int]:
 
 
 def loading_of(facts: Facts, role: str) -> tuple[int, int]:
-    """Return about the most bytes that loading a role takes, and the bytes that stay. A worker reads only its part of a model, unless it
+    """Estimate the most bytes that loading a role takes, and the bytes that stay. A worker reads only its part of a model, unless it
     needs the whole anyway, like an engine that samples alone."""
     model, sampled = facts.roles[role], role == "actor" and facts.rollout
     copied = facts.copy_bytes if sampled else 0

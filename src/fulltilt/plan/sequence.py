@@ -78,7 +78,7 @@ def sizes_of_long_samples(
 
 
 def long_sample_bytes(config: Config, made: Decisions, model: RoleFacts, role: str, tokens: int) -> int:
-    """Return about the least bytes that `tokens` tokens of a sample take: with all recompute that `auto` may choose, and only the user's
+    """Estimate the least bytes that `tokens` tokens of a sample take: with all recompute that `auto` may choose, and only the user's
     offloads."""
     keys = made.keys[role]
     if not model.trained or role not in KEPT_AS:

@@ -121,7 +121,7 @@ class SystemCosts:
     attention_token: float = 0.0  # seconds of decoding's attention for each token that one program reads in sequence
     attention_traffic: float = 1.0  # factor of the seconds in which the bytes of keys and values are read, beside that
     host_token: float = 0.0  # seconds of the host for each token of a response: samples, texts, records
-    logits: LogitTraffic | None = None  # of a head that is not fused; None: `LOGIT_TRAFFIC` in each pass, and as much for the entropy
+    logits: LogitTraffic | None = None  # traffic of an unfused head; None: `LOGIT_TRAFFIC` in each pass, and as much for the entropy
 
 
 VERL = SystemCosts()
@@ -144,7 +144,7 @@ FULLTILT = SystemCosts(
 CONTEXT = GIB // 2  # the CUDA context with its loaded kernels
 COMMUNICATOR = GIB // 4  # NCCL's buffers for each kind of group
 WORKSPACE = GIB // 2  # cuBLAS, attention, and small tensors of the trainer
-ASLEEP = GIB  # what an engine keeps while it sleeps: captured graphs, workspaces, buffers
+ASLEEP = GIB  # memory that an engine keeps while it sleeps: captured graphs, workspaces, buffers
 OWN_WORKSPACE = GIB // 10  # the same of fulltilt (context and workspace), without its graphs: 0.10 to 0.13 GiB in the fitted runs
 GRAPHS = 6 * GIB // 10  # memory of captured graphs that torch's allocator counts as free: 0.26 to 0.75 GiB in the fitted runs
 ENGINE_WORKSPACE = 2 * GIB  # activations of a prefill pass and logits of a batch, inside the engine's share

@@ -61,7 +61,7 @@ OF_TRAIN = ("layout", "offload", "recompute", "system", *MICRO_BATCHES)
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """How a role that learns is divided among GPUs. Example: TrainLayout.parse("tp4pp2cp2", 16) -> data = 1"""
+    """Division of a trained role among GPUs. Example: TrainLayout.parse("tp4pp2cp2") -> tensor 4, pipeline 2, context 2"""
 
     tensor: int = 1
     pipeline: int = 1

@@ -70,7 +70,7 @@ class PhaseTime:
 
     name: str
     seconds: float
-    share: float  # of the whole time, validation and saving included
+    share: float  # share of the whole time, validation and saving included
     predicted: float | None = None
     flops: float | None = None  # FLOP/s, recomputed parts not counted
     flops_share: float | None = None  # share of the device's peak
@@ -88,7 +88,7 @@ class Improvement:
     setting: str  # as the user types it; empty: the change is no setting
     why: str
     seconds: float
-    share: float  # of the whole time
+    share: float  # share of the whole time
     changes_results: bool = False
 
     @property
@@ -101,8 +101,8 @@ class Explanation:
     folder: str
     steps: tuple[int, int] | None  # first and last step of the average; None: no step has finished
     devices: UsedDevices | None
-    seconds: float = 0.0  # of the mean step, validation and saving included
-    tokens_per_s: float = 0.0  # for each device
+    seconds: float = 0.0  # seconds of the mean step, validation and saving included
+    tokens_per_s: float = 0.0  # tokens per second of each device
     phases: tuple[PhaseTime, ...] = ()
     between: float = 0.0  # seconds in no phase
     utilization: float | None = None

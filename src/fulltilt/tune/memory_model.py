@@ -31,7 +31,7 @@ from fulltilt.words import in_bytes
 Phase = Literal["rollout", "sync", "reward", "old-logprob", "ref-logprob", "values", "update-critic", "update-actor"]
 PASSES_OF: Mapping[Role, Phase] = {"reward_model": "reward", "ref": "ref-logprob", "critic": "values"}  # phases of passes without gradient
 FP32 = 4
-MOMENTS = 2  # that Adam keeps for each number
+MOMENTS = 2  # numbers that Adam keeps for each parameter
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,11 @@ def held_bytes(run: RunDescription) -> dict[str, int]:
             shards = itemsize * (own.total + learned) // run.shard
             return {"parameters": shards + gathered_bytes(run), "gradients": wide * learned // run.shard, "optimizer": states}
         return {"parameters": itemsize * (own.total + learned), "gradients": wide * learned, "optimizer": states}
-    if run.backend == "fsdp":  # fp32 shards are their own masters
+    if run.backend == "fsdp":  # shards in fp32 or wider are their own masters
         each = wide * own.total // run.shard
         return {"parameters": each + gathered_bytes(run), "gradients": each, "optimizer": MOMENTS * each}
     states = masters * wide * (own.shared // run.shard + own.experts // expert_copies(run))
-    sums = 1 if low or run.cluster.gpus == 1 else 2  # with several workers, fp32 gradients of autograd are summed in memory of their own
+    sums = 1 if low or run.cluster.gpus == 1 else 2  # several workers sum gradients in fp32 or wider in memory of their own
     return {"parameters": itemsize * own.total, "gradients": sums * wide * own.total, "optimizer": states}
 
 

@@ -92,7 +92,7 @@ def workload_of(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(shape: Shape, config: Config) -> str:
-    """Return a key of the properties of the trained model that memory and time depend on: sizes, type of the parameters, adapters."""
+    """Return a fingerprint of the trained model, of all that memory and time depend on: sizes, type of the parameters, adapters."""
     layers = [
         (own.heads, own.key_heads, own.head_width, own.inner, own.experts and tuple(vars(own.experts).values())) for own in shape.layers
     ]

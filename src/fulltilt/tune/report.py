@@ -1,7 +1,7 @@
 """Reports of the models' predictions for one run, for people and as JSON, and the cheapest ways to make it fit.
 
 Enters: a `RunDescription`, and for fulltilt's own runs the knobs and reasons of fulltilt.plan. Leaves: lines, or a mapping with `fits`,
-`model`, `memory`, `step_seconds`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
+`model`, `memory`, `step_seconds`, `causes`, `binds`, `knobs`, `reasons`, `runners_up` and `remedies`. Guaranteed: arithmetic alone.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def can_cut(run: RunDescription, parts: int) -> bool:
 
 
 def ways_to_fit(run: RunDescription) -> list[Remedy]:
-    """Return about the fewest changes with which the run fits: those on the fewest GPUs first, then the fastest. If one change is not
+    """Return nearly the fewest changes with which the run fits: those on the fewest GPUs first, then the fastest. If one change is not
     enough, the changed runs that come closest are changed further."""
     last: dict[RunDescription, list[str]] = {run: []}
     for _ in range(MOST_CHANGES):

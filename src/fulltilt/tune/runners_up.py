@@ -68,7 +68,7 @@ def changed(config: Config, changes: Changes) -> Config:
 class PredictedPlan:
     own: OwnPlan
     memory: MemoryModel
-    seconds: float  # of a step
+    seconds: float  # seconds of a step
 
     @property
     def fits(self) -> bool:
@@ -80,7 +80,7 @@ class RunnerUp:
     """The next value of a knob, and its predicted step."""
 
     value: Any
-    seconds: float | None  # of a step; None: it does not fit
+    seconds: float | None  # seconds of a step; None: it does not fit
     missing: int = 0  # bytes that are missing for it to fit
     refused: str = ""  # why fulltilt.plan refuses it
     others: Changes = field(default_factory=dict)  # values of other knobs that `auto` then changes

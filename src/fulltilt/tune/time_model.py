@@ -72,7 +72,7 @@ class StepSeconds:
     ref_logprob: PhaseSeconds
     update: PhaseSeconds
     other: PhaseSeconds
-    reward: PhaseSeconds = NOTHING  # scores of a reward model
+    reward: PhaseSeconds = NOTHING  # passes of a reward model
     values: PhaseSeconds = NOTHING
     update_critic: PhaseSeconds = NOTHING
     apart: frozenset[str] = frozenset()  # phases of roles that have GPUs of their own
@@ -274,7 +274,7 @@ def expert_imbalance(run: RunDescription, experts: int) -> float:
 
 
 def attention_seconds(run: RunDescription, passes: Passes) -> float:
-    flops = update_flops(model_size(run.shape), run.lengths.rows, 0).attention / 3 / sum(run.lengths.rows)  # of a token, forward
+    flops = update_flops(model_size(run.shape), run.lengths.rows, 0).attention / 3 / sum(run.lengths.rows)  # FLOPs of a token, forward
     rate = run.gpu.flops * run.gpu.matmul_share * c.ATTENTION_SHARE
     return passes.tokens * flops * times_forward(run, passes) / run.layout.model_parallel / rate
 
