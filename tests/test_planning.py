@@ -287,6 +287,50 @@ def test_ways_to_fit_do_fit(tmp_path: Path) -> None:
     assert [remedy.words for remedy in crowded.remedies()] == ["32 GPUs", "64 GPUs"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "given", "offered"),
+    [
+        (
+            "Qwen2.5-7B",
+            {
+                "train.recompute": "selective",
+                "train.recompute_layers": "4",
+                "train.offload_activations": "false",
+                "actor.token_budget": "32768",
+            },
+            'train.recompute = "auto" and train.recompute_layers = "auto"',
+        ),
+        (
+            "Qwen2.5-1.5B",
+            {"actor.dynamic_batch": "false", "actor.micro_batch": "2048", "train.offload_activations": "false"},
+            "actor.dynamic_batch = true and actor.micro_batch left out",
+        ),
+    ],
+)
+def test_ways_to_fit_can_be_typed(shape: str, given: dict[str, str], offered: str, tmp_path: Path) -> None:
+    """With a key go those that it leaves without effect, which a run refuses."""
+    found = planned(tmp_path, *(f"{key}={value}" for key, value in given.items()), hardware="1xH100", shape=shape)
+    assert not found.fits and offered in [remedy.words for remedy in found.remedies()]
+    for remedy in found.remedies():
+        overrides = dict(given)
+        for change in remedy.words.split(" and "):
+            key, _, value = change.removesuffix(" left out").partition(" = ")
+            overrides |= {key: value}
+        typed = [f"{key}={value}" for key, value in overrides.items() if value]
+        by_hand = planned(tmp_path, *typed, hardware="1xH100", shape=shape)
+        assert by_hand.fits and by_hand.seconds.total == pytest.approx(remedy.seconds), remedy.words
+
+
+def test_more_gpus_come_with_the_key_that_asks_for_them(tmp_path: Path) -> None:
+    found = planned(tmp_path, "cluster.workers=2", hardware="2x4090")
+    assert not found.fits and all("cluster.workers" in remedy.words for remedy in found.remedies() if "GPUs" in remedy.words)
+
+
+def test_a_mistake_is_not_a_lack_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rollout.max_new_tokens: .* positions. Lower rollout.max_new_tokens to at most"):
+        planned(tmp_path, "rollout.max_new_tokens=140000", hardware="8xH20")
+
+
 def test_sizes_that_cannot_be_are_refused_with_the_legal_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.tensor_parallel: 3 does not divide the 8 GPUs"):
         planned(tmp_path, "cluster.workers=8", "train.tensor_parallel=3")

@@ -41,7 +41,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "plan examples/gsm8k/grpo.toml --shape Qwen2.5-7B --hardware 8xH100-80GB": (
         r"rollout.kv_bytes = [\d.]+ GiB: what is free in rollouts less a reserve", r"memory in rollout: .*graphs [\d.]+ MiB",
     ),
-    "plan examples/math/dapo.toml --shape Qwen2.5-7B --hardware 1xH100-20GB": (r"it does not fit: rollout: .*the longest row needs",),
+    "plan examples/math/dapo.toml --shape Qwen2.5-7B --hardware 8xH100-80GB rollout.kv_bytes=67108864": (
+        r"it does not fit: the KV cache: .* one sample may need \d+ .* Give it [\d.]+ MiB or more",
+    ),
     "plan examples/math/dapo.toml --shape Qwen2.5-14B --hardware 8xA100-40GB": (
         r'train.recompute = "full": 16384 tokens would take', r"train.offload_activations = true: 16384 tokens would take",
     ),
@@ -65,7 +67,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
     "knobs packing": (r"train.packing",),
 }  # fmt: skip
-DOES_NOT_FIT = {"plan examples/math/dapo.toml --shape Qwen2.5-7B --hardware 1xH100-20GB"}
+DOES_NOT_FIT = {"plan examples/math/dapo.toml --shape Qwen2.5-7B --hardware 8xH100-80GB rollout.kv_bytes=67108864"}
 
 
 def test_every_command_that_explains_or_plans_is_tried() -> None:

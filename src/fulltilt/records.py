@@ -35,6 +35,10 @@ class UserError(ValueError):
     traceback."""
 
 
+class DoesNotFit(UserError):
+    """A run that takes more memory than its devices or their host have."""
+
+
 class RunWarning(UserWarning):
     """A warning of this package, for the user. The command line hides warnings of libraries."""
 

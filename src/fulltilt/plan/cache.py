@@ -15,7 +15,7 @@ from fulltilt import footprint
 from fulltilt.plan.decisions import Decisions, RolePlan, longest_response, releases_memory, unless_auto
 from fulltilt.plan.facts import Facts, evaluates
 from fulltilt.plan.resident import KEPT_SHARE, SLACK, most_resident, resident, returning
-from fulltilt.records import UserError
+from fulltilt.records import DoesNotFit
 from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.words import in_bytes, many
@@ -124,7 +124,7 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
         source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding{of_prefill},"
     blocks = available // block_bytes
     if blocks < per_sample:
-        raise UserError(
+        raise DoesNotFit(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
             f"may need {per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or "
             f"lower rollout.{'block_tokens' if per_sample == 1 else 'max_new_tokens'}"
@@ -182,7 +182,7 @@ def pass_tokens(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: i
 def check_decoding(config: Config, facts: Facts, memory: RolloutMemory, samples: int) -> None:
     if facts.rollout and memory.decode > memory.free:
         rows = most_seqs(config, facts.device, samples)
-        raise UserError(
+        raise DoesNotFit(
             f"rollout.max_seqs: decoding {many(rows, 'sample')} at once takes {in_bytes(memory.decode)} beside the KV cache, and "
             f"{in_bytes(memory.free)} are free. Use less than {rows}"
         )
@@ -194,7 +194,7 @@ def check_cache(config: Config, facts: Facts, memory: RolloutMemory, blocks: int
     key = "kv_bytes" if config.rollout.kv_bytes != "auto" else "memory_fraction"
     given, cache = getattr(config.rollout, key), cache_bytes(config, facts, blocks)
     if given != "auto" and cache + (memory.decode if facts.device == "cuda" else 0) > memory.free:
-        raise UserError(
+        raise DoesNotFit(
             f"rollout.{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(memory.decode)} beside it, but "
             f"{in_bytes(memory.free)} are free on this device. Lower it, or leave it out for auto"
         )

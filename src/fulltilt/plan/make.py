@@ -20,7 +20,7 @@ from fulltilt.plan.micro_batches import budget_reasons
 from fulltilt.plan.resident import check_loading
 from fulltilt.plan.roles import plan_roles
 from fulltilt.plan.words import in_words, words_of_own_workers
-from fulltilt.records import UserError
+from fulltilt.records import DoesNotFit, UserError
 from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.words import in_bytes
@@ -110,7 +110,7 @@ def check_context(config: Config, longest_read: int, limit: int | None, *, rollo
 
 def check_samples(facts: Facts, samples: int) -> None:
     if samples * SAMPLE_BYTES > facts.host_bytes:
-        raise UserError(
+        raise DoesNotFit(
             f"algorithm.samples_per_prompt: a step of {samples} samples takes {in_bytes(samples * SAMPLE_BYTES)} or more of the host's "
             f"memory, of which {in_bytes(facts.host_bytes)} are free. Lower it, or algorithm.prompts_per_step"
         )

@@ -14,7 +14,7 @@ from typing import Any
 from fulltilt.parallel.holdings import loading_bytes, passing_bytes, twin_bytes
 from fulltilt.plan.decisions import OFFLOADS, Decisions, RoleSettings, releases_memory
 from fulltilt.plan.facts import Facts
-from fulltilt.records import UserError
+from fulltilt.records import DoesNotFit
 from fulltilt.schema import Config
 from fulltilt.words import either, in_bytes
 
@@ -116,7 +116,7 @@ def check_loading(facts: Facts) -> None:
     divided = facts.parts > 1 and not facts.sharding.parameters
     how = f"train.tensor_parallel: with layers in {facts.parts} parts" if divided else f'train.shard: with "{facts.sharding.shard}"'
     rest = f", beside what is there of {' and '.join(before)}" if before else ""
-    raise UserError(
+    raise DoesNotFit(
         f"{how}, loading the {role} would take {in_bytes(most)} of each device's {in_bytes(facts.device_bytes)}: "
         f"{in_bytes(loading_of(facts, role)[0])} for its part of the {role}, and for verifying it{rest}. Use {either(ways)}"
     )

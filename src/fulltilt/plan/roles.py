@@ -15,7 +15,7 @@ from fulltilt.plan.micro_batches import budget_reasons, decide_budget, micro_bat
 from fulltilt.plan.resident import left_for_update
 from fulltilt.plan.sequence import decide_sequence
 from fulltilt.plan.sharding import decide_offloads
-from fulltilt.records import UserError
+from fulltilt.records import DoesNotFit, UserError
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes, many
 
@@ -106,7 +106,7 @@ def check_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[s
         if any(kind.endswith("activations") for kind in moved)
         else "Use"
     )
-    raise UserError(
+    raise DoesNotFit(
         f"offload: {what} do not fit into the host's memory, of which {in_bytes(facts.host_bytes)} are free. {less} "
         "a smaller model or LoRA (lora.rank), or a computer with more memory"
     )

@@ -20,16 +20,9 @@ from fulltilt.settings import is_set
 from fulltilt.tune.description import RunDescription
 from fulltilt.tune.overlay import ALLOWED
 from fulltilt.tune.own import OwnPlan, own_plan
-from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, left_alone, told
+from fulltilt.tune.runners_up import COMPANIONS, TOLD, PlannedRun, alternatives, left_alone, told
 from fulltilt.words import joined
 
-# Keys that are legal only with certain values of another key. If that key changes and they are refused, they are removed with it.
-COMPANIONS = {
-    "train.shard": ("train.shard_size",),
-    "train.recompute": ("train.recompute_layers", "train.recompute_method"),
-    "actor.dynamic_batch": ("actor.micro_batch",),
-    "critic.dynamic_batch": ("critic.micro_batch",),
-}
 OF_SEATS = frozenset(
     {"rollout.max_seqs", "rollout.kv_bytes", "rollout.memory_fraction"}
 )  # keys that decide how many samples decode at once

@@ -79,17 +79,19 @@ class MemoryModel:
 
     @property
     def reasons(self) -> list[str]:
-        """Why the run does not fit, one line for each phase that does not."""
-        found = []
-        if not self.engine_starts:
-            found.append(
-                f"rollout: the engine's share leaves {in_bytes(max(0, self.kv_bytes))} for its KV cache, and the longest row needs "
-                f"{in_bytes(self.sample_kv_bytes)}"
-            )
-        for name, phase in self.phases.items():
-            if not phase.fits:
-                found.append(f"{name}: {in_bytes(phase.total)} of {in_bytes(phase.limit)}, most of it {phase.largest}")
-        return found
+        """Why the run does not fit: its engine, and one line for each phase."""
+        if self.engine_starts:
+            return self.full_phases
+        left, needed = in_bytes(max(0, self.kv_bytes)), in_bytes(self.sample_kv_bytes)
+        return [f"rollout: the engine's share leaves {left} for its KV cache, and the longest row needs {needed}", *self.full_phases]
+
+    @property
+    def full_phases(self) -> list[str]:
+        return [
+            f"{name}: {in_bytes(phase.total)} of {in_bytes(phase.limit)}, most of it {phase.largest}"
+            for name, phase in self.phases.items()
+            if not phase.fits
+        ]
 
 
 def memory_of(run: RunDescription) -> MemoryModel:

@@ -46,7 +46,7 @@ from fulltilt.plan.micro_batches import TOKEN_BUDGET, update_budget
 from fulltilt.plan.resident import check_loading
 from fulltilt.plan.roles import plan_roles
 from fulltilt.plan.sharding import choose_sharding, why_unshared
-from fulltilt.records import UserError
+from fulltilt.records import DoesNotFit, UserError
 from fulltilt.schema import Config, shares_model, uses_reward_model, value_of
 from fulltilt.settings import algorithm_settings, bounds_of, is_set, preset_of
 from fulltilt.shape import Recompute, Shape
@@ -240,7 +240,7 @@ def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks
     try:
         check_loading(facts)
         return TeamPlan(team, way, facts, make_plan(config, facts))
-    except UserError as error:
+    except DoesNotFit as error:
         return TeamPlan(team, way, facts, None, str(error), settled_roles(config, facts))
 
 

@@ -56,7 +56,8 @@ class PlanReport:
 
     @property
     def why_not(self) -> list[str]:
-        return [*self.memory.reasons, *([self.refused] if self.refused else [])]
+        """Why the run does not fit. Where fulltilt.plan refuses it, no KV cache was planned."""
+        return [*self.memory.full_phases, self.refused] if self.refused else self.memory.reasons
 
     def as_json(self) -> dict[str, Any]:
         phases = self.seconds.phases

@@ -242,7 +242,15 @@ BY_HAND = (
     "critic.token_budget", "critic.forward_token_budget", "critic.recompute", "critic.offload_optimizer", "critic.offload_params",
     "ref.offload_params", "ref.forward_token_budget", "reward_model.offload_params", "reward_model.forward_token_budget",
     "rollout.kv_bytes", "rollout.memory_fraction", "rollout.max_seqs", "rollout.max_batched_tokens", "rollout.release_memory",
+    "actor.dynamic_batch", "critic.dynamic_batch",
 )  # fmt: skip
+# Keys that are legal only with certain values of another key, and these values.
+COMPANIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "train.shard": {"train.shard_size": ("hybrid",)},
+    "train.recompute": {"train.recompute_layers": ("selective", "full"), "train.recompute_method": ("full",)},
+    "actor.dynamic_batch": {"actor.micro_batch": (False,)},
+    "critic.dynamic_batch": {"critic.micro_batch": (False,)},
+}
 
 
 @dataclass(frozen=True)
@@ -279,16 +287,35 @@ def single_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
         sizes = [size for size in sizes_of_layers(planned, {}) if size > 1]
         changes += [{key: size} for key in ("train.tensor_parallel", "rollout.tensor_parallel") for size in sizes]
         changes += [{"train.expert_parallel": size} for size in legal_expert_sizes(planned.shape, actor_gpus(planned)) if size > 1]
+    for role in ("actor", "critic"):  # a micro-batch of so many samples is not bounded by a token budget
+        samples = value_of(config, f"{role}.micro_batch")
+        changes += [{f"{role}.micro_batch": samples // part} for part in (2, 4, 8) if isinstance(samples, int) and samples >= part]
     for change in changes:
         if all(value_of(config, key) != value for key, value in change.items()):
-            yield joined([f"{key} = {shown(value)}" for key, value in change.items()], "and"), planned.but(change)
+            legal = {**change, **without_effect(config, change)}
+            yield joined([in_words(key, value) for key, value in legal.items()], "and"), planned.but(legal)
     yield from more_gpus(planned, "")
+
+
+def without_effect(config: Config, change: Changes) -> Changes:
+    """Return the keys that a change leaves without effect, with which a run would be refused, and their defaults."""
+    return {
+        other: left_alone(other)
+        for key, value in change.items()
+        for other, needed in COMPANIONS.get(key, {}).items()
+        if value not in needed and is_set(config, other)
+    }
+
+
+def in_words(key: str, value: Any) -> str:
+    return f"{key} left out" if value is None else f"{key} = {shown(value)}"
 
 
 def all_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if set_by_hand := by_hand(planned.config):
-        free = planned.but({key: left_alone(key) for key in set_by_hand})
-        words = f"{joined(set_by_hand, 'and')} left out"
+        change = {key: left_alone(key) for key in set_by_hand}
+        change |= without_effect(planned.config, change)
+        free, words = planned.but(change), f"{joined(list(change), 'and')} left out"
         yield words, free
         yield from more_gpus(free, f" and {words}")
 
@@ -296,7 +323,9 @@ def all_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 def more_gpus(planned: PlannedRun, words: str) -> Iterator[tuple[str, PlannedRun]]:
     for factor in (2, 4, 8, 16, 32, 64):
         cluster = replace(planned.cluster, gpus=factor * planned.cluster.gpus)
-        yield f"{cluster.gpus} GPUs{words}", replace(planned, cluster=cluster)
+        fixed = [key for key in ("cluster.workers", "cluster.nodes") if is_set(planned.config, key)]
+        asked = f" ({joined(fixed, 'and')} changed to ask for them)" if fixed else ""
+        yield f"{cluster.gpus} GPUs{asked}{words}", replace(planned, cluster=cluster)
 
 
 def by_hand(config: Config) -> list[str]:

@@ -364,4 +364,4 @@ def reasons(own: Prediction, auto: Prediction) -> Iterator[str]:
     fullest = max(own.memory.phases.items(), key=lambda item: item[1].total)
     yield f"{in_bytes(fullest[1].total)} of {in_bytes(fullest[1].limit)} in {fullest[0]}"
     if not auto.fits:
-        yield "auto does not fit: " + "; ".join([*auto.memory.reasons, *([auto.refused] if auto.refused else [])])
+        yield "auto does not fit: " + "; ".join([*auto.memory.full_phases, auto.refused] if auto.refused else auto.memory.reasons)
