@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +26,12 @@ from fulltilt.config import parse
 from fulltilt.hardware import ACCELERATORS, Accelerator, Cluster, accelerator
 from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
+from fulltilt.schema import shown
 from fulltilt.settings import algorithm_settings
 from fulltilt.shape import SHAPES, Recompute, Shape
 from fulltilt.tune import command, constants, tables
 from fulltilt.tune.constants import FULLTILT
-from fulltilt.tune.description import BatchDescription, EngineDescription, RunDescription, TrainLayout, describe
+from fulltilt.tune.description import RANGES, TYPES, BatchDescription, EngineDescription, RunDescription, TrainLayout, describe, read
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import held_bytes, in_flight, memory_of, parameters, with_share_of_memory
 from fulltilt.tune.own import reads_old
@@ -34,6 +39,7 @@ from fulltilt.tune.report import PlanReport, report_of
 from fulltilt.tune.shapes import PUBLISHED, find_shape, name_of, named_shape
 from fulltilt.tune.tables import RowPrediction, compare, plain_number, predict, read_table
 from fulltilt.tune.time_model import expert_imbalance, pass_seconds, seconds_of, update_passes, update_seconds
+from fulltilt.tune.values import remedy
 
 PUBLISHED_TABLES = Path(__file__).parent / "data" / "published"
 SOURCE = Path(__file__).parents[1] / "src"
@@ -512,6 +518,164 @@ def test_a_description_is_read_and_mistakes_are_refused() -> None:
         wrong = {**given, section: {**given[section], key: value}}  # type: ignore[dict-item]
         with pytest.raises(UserError, match=words):
             describe(wrong)
+
+
+DESCRIPTIONS = SOURCE.parent / "docs" / "planning"
+VERL_RUN = tomllib.loads((DESCRIPTIONS / "verl-dapo-7b.toml").read_text(encoding="utf-8"))
+COUNT = "Give a whole number from 1 to 10000000"
+SHARE = "Give a number from 0.01 to 1"
+MEAN = "Give a number from 1 to 10000000"
+EXPERTS = {"model.shape": "Qwen3-30B-A3B"}
+FSDP = {"train.backend": "fsdp"}
+
+
+def changed(values: Mapping[str, object]) -> dict[str, Any]:
+    """The shipped description with other values, by section.key."""
+    given = copy.deepcopy(VERL_RUN)
+    for place, value in values.items():
+        section, _, key = place.partition(".")
+        given.setdefault(section, {})[key] = value
+    return given
+
+
+def mistakes_of(given: Mapping[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as refused:
+        describe(given, "other.toml")
+    return str(refused.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        *((place, value, COUNT) for place in ("rollout.tensor", "batch.prompts", "lengths.most_response") for value in (0, -1, True, 2.0)),
+        *((place, 0, COUNT) for place in ("batch.samples", "batch.minibatch_prompts", "train.token_budget", "rollout.max_seqs")),
+        *(("train.token_budget", value, COUNT) for value in (-5, "20k", [], 10**9)),
+        *(("lengths.response", value, MEAN) for value in (-1, 0, math.nan, math.inf, True, "long")),
+        *(("rollout.memory_share", value, SHARE) for value in (0, -0.5, 1.01, math.nan, "half", True)),
+        *((f"train.{key}", value, "Give true or false") for key in ("offload", "offload_params") for value in ("yes", 3, 0)),
+        *((f"model.{key}", "yes", "Give true or false") for key in ("entropy", "critic", "reward_model", "reference")),
+        ("train.backend", "deepspeed", 'Give "megatron" or "fsdp"'),
+        ("train.system", "other", 'Give "verl" or "fulltilt"'),
+        ("train.recompute", "half", 'Give "none", "selective" or "full"'),
+        ("train.recompute", True, 'Give "none", "selective" or "full"'),
+        ("train.layout", 4, "Give text in quotes"),
+        ("model.shape", 7, "Give text in quotes"),
+    ],
+)
+def test_values_of_a_description_that_are_not_possible_are_refused(place: str, value: object, words: str) -> None:
+    (told,) = mistakes_of(changed({place: value}))
+    assert told == f"other.toml: {place}: {shown(value)} is not a possible value. {words}"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"batch.minibatch_prompts": 100_000}, "batch.minibatch_prompts: 100000 is more than batch.prompts = 512. Give at most 512"),
+        ({"batch.prompts": 16}, "batch.minibatch_prompts: 32 is more than batch.prompts = 16. Give at most 16"),
+        ({"lengths.response": 99_999}, "lengths.response: 99999 is more than lengths.most_response = 8192. Give at most 8192"),
+        ({"lengths.most_prompt": 50}, "lengths.prompt: 128.0, its default, is more than lengths.most_prompt = 50. Give at most 50"),
+        ({"train.entropy": False}, "train.entropy: model.entropy is given too. Give one of them"),
+        ({"batch.token_budget": 9}, "batch.token_budget: train.token_budget is given too. Give one of them"),
+        ({"model.shape": "x" * 9000}, "model.shape: cannot be looked up: File name too long. Give another name or path"),
+        ({"lengths.mean": 5}, "lengths: unknown key mean. Known are most_prompt, most_response, prompt, response"),
+    ],
+)
+def test_values_of_a_description_that_contradict_others_are_refused(values: dict[str, object], words: str) -> None:
+    assert mistakes_of(changed(values)) == [f"other.toml: {words}"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        *(({"train.layout": f"fsdp{size}", **FSDP}, f"8 GPUs cannot be divided evenly among {size} (fsdp{size})") for size in (3, 64)),
+        ({"train.layout": "fsdp8"}, 'fsdp8 needs train.backend = "fsdp"'),
+        ({"train.layout": "ep8"}, "ep8 divides experts, and this model has none"),
+        ({"train.layout": "etp2"}, "etp2 divides experts, and this model has none"),
+        ({"train.layout": "ep64", **EXPERTS}, "8 GPUs cannot be divided evenly among 64 (ep64)"),
+        ({"train.layout": "ep8etp2", **EXPERTS}, "8 GPUs cannot be divided evenly among 16 (ep8etp2)"),
+        ({"train.layout": "pp2ep8", **EXPERTS}, "8 GPUs cannot be divided evenly among 16 (pp2ep8)"),
+        ({"train.layout": "ep7", "hardware.gpus": "7xH100", **EXPERTS}, "128 experts cannot be divided evenly among 7 (ep7)"),
+        ({"train.layout": "pp3"}, "8 GPUs cannot be divided into groups of 3"),
+        ({"train.layout": "tp8"}, "28 attention heads cannot be divided evenly among 8 (tp8). Give a size that divides 28"),
+        ({"train.layout": "tp2sp4", **FSDP}, "28 attention heads cannot be divided evenly among 8 (tp2sp4)"),
+        ({"train.layout": "pp32", "hardware.gpus": "32xH100"}, "more pipeline stages than the model's 28 layers"),
+        ({"train.layout": "vpp2"}, "vpp2 divides pipeline stages, and there is only one"),
+        ({"train.layout": "tp-4"}, '"tp-4": 4 follows no word, and tp has no size'),
+        ({"train.layout": "tp0"}, '"tp0": a size is 0'),
+        ({"train.layout": "tp2tp4"}, '"tp2tp4": a size is given twice'),
+        ({"train.layout": "vpp2vp2"}, '"vpp2vp2": a size is given twice'),
+        ({"train.layout": "everywhere"}, "everywhere has no size"),
+        ({"train.layout": "tp4.5"}, '"tp4.5": .5 follows no word'),
+        ({"train.layout": f"tp1{5000 * '0'}"}, "follows no word"),
+    ],
+)
+def test_layouts_that_no_run_can_have_are_refused(values: dict[str, object], words: str) -> None:
+    told = mistakes_of(changed(values))
+    assert len(told) == 1 and told[0].startswith("other.toml: train.layout: ") and words in told[0]
+
+
+def test_an_engine_divides_gpus_and_heads_evenly() -> None:
+    beginning = "other.toml: rollout.tensor: "
+    assert mistakes_of(changed({"rollout.tensor": 8})) == [
+        f"{beginning}28 attention heads cannot be divided evenly among 8 (tensor = 8). Give a size that divides 28"
+    ]
+    assert mistakes_of(changed({"rollout.tensor": 14}))[0].startswith(f"{beginning}8 GPUs cannot be divided evenly among 14 (tensor = 14)")
+
+
+@pytest.mark.parametrize(
+    ("values", "layout"),
+    [
+        ({"train.layout": ""}, TrainLayout()),
+        ({"train.layout": "all dp"}, TrainLayout()),
+        ({"train.layout": "TP2 PP2, vpp=2"}, TrainLayout(tensor=2, pipeline=2, virtual=2)),
+        ({"train.layout": "tp2-pp_2"}, TrainLayout(tensor=2, pipeline=2)),
+        ({"train.layout": "fsdp", **FSDP}, TrainLayout()),
+        ({"train.layout": "ulysses4fsdp2", **FSDP}, TrainLayout(sequence=4, shard=2)),
+        ({"train.layout": "tp2ep4etp2", **EXPERTS}, TrainLayout(tensor=2, expert=4, expert_tensor=2)),
+        ({"train.layout": "tp4pp2vpp2cp2ep8", "hardware.gpus": "16xH100", **EXPERTS}, TrainLayout(4, 2, 2, 2, expert=8)),
+    ],
+)
+def test_layouts_of_descriptions_are_read_however_they_are_written(values: dict[str, object], layout: TrainLayout) -> None:
+    assert describe(changed(values)).layout == layout
+
+
+def test_all_mistakes_of_a_description_are_reported_at_once() -> None:
+    wrong = {
+        "train.layout": "tp3",
+        "train.offload": "yes",
+        "train.layuot": 1,
+        "batch.prompts": 0,
+        "lengths.response": -1,
+        "hardware.hbm": 0,
+    }
+    told = mistakes_of(changed({**wrong, "rollout.tensor": 3, "model.shape": "nothing-7Q"}) | {"rolout": {}, "lengths": 5})
+    assert all(line.startswith("other.toml: ") for line in told)
+    found = [line.removeprefix("other.toml: ").partition(": ")[0] for line in told]
+    # Nothing is said of the layout: the model and the GPUs that it would divide are not known.
+    assert sorted(found) == ["batch.prompts", "hardware", "lengths", "model.shape", "rolout", "train", "train.offload"]
+    told = mistakes_of(changed({**wrong, "hardware.hbm": 1e12}))
+    assert any("8 GPUs cannot be divided into groups of 3" in line for line in told) and any("unknown key layuot" in line for line in told)
+    assert mistakes_of({"train": 3})[0] == "other.toml: train: 3 is not a section. Write [train], with keys of its own"
+
+
+def test_each_key_of_a_description_has_a_type_that_can_be_checked() -> None:
+    for section, types in TYPES.items():
+        assert all(remedy(object(), kind, RANGES.get(f"{section}.{key}", (1, 2))) for key, kind in types.items())
+    assert RANGES.keys() <= {f"{section}.{key}" for section, types in TYPES.items() for key in types}
+
+
+def test_shipped_descriptions_are_read() -> None:
+    paths = [path for path in sorted(DESCRIPTIONS.glob("*.toml")) if "model" in tomllib.loads(path.read_text(encoding="utf-8"))]
+    assert paths and all(read(path).name == str(path) for path in paths)
+    run = describe(VERL_RUN)
+    assert (run.layout, run.batch.forward_token_budget, run.offload_grads, run.entropy) == (TrainLayout(tensor=4), 61440, True, True)
+
+
+def test_layouts_are_checked_for_the_model_and_gpus_of_the_command_line() -> None:
+    path = DESCRIPTIONS / "verl-dapo-7b.toml"
+    with pytest.raises(UserError, match=r"train.layout: 14 attention heads cannot be divided evenly among 4 \(tp4\)"):
+        command.described(path, None, "Qwen2.5-0.5B", None)
+    assert command.described(path, "16xH100", "Qwen2.5-14B", None).run.cluster.gpus == 16
 
 
 # Billions of parameters, as the models' own pages have them.

@@ -35,6 +35,7 @@ def described(path: Path, hardware: str | None, shape: str | None, response: flo
         run = replace(run, cluster=Cluster.parse(hardware, run.cluster.gpus))
     if shape is not None:
         run = replace(run, shape=named_shape(shape))
+    description.check_layout(run)
     check_response(response, run.lengths.most_response, "lengths.most_response")
     return report_of(run if response is None else run.with_response(response))
 

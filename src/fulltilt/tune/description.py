@@ -1,7 +1,7 @@
 """The description of a run, of fulltilt or of another system: the one record that the models of memory and time read.
 
-Enters: a TOML file (`read`), or the fields themselves. Leaves: a frozen `RunDescription`. Guaranteed: nothing is loaded; an impossible
-layout and an unknown key are refused with the remedy.
+Enters: a TOML file (`read`), or the fields themselves. Leaves: a frozen `RunDescription`. Guaranteed: nothing is loaded; unknown keys,
+wrong values and impossible layouts of a file are all reported at once, each with its place and remedy.
 
     [model]                       # shape: a name of tune/shapes.py, or a folder with a config.json
     shape = "Qwen2.5-7B"
@@ -31,20 +31,24 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fulltilt.hardware import Accelerator, Cluster
 from fulltilt.records import UserError
+from fulltilt.schema import shown
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import FULLTILT, VERL, SystemCosts
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.shapes import named_shape
+from fulltilt.tune.values import MOST, Mistake, Range, types_of, wrong_values
+from fulltilt.words import shortened
 
 Backend = Literal["megatron", "fsdp"]
+Read = TypeVar("Read")
 LAYOUT_WORDS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual", "vp": "virtual", "cp": "context", "sp": "sequence", "ulysses": "sequence",
     "usp": "sequence", "ep": "expert", "etp": "expert_tensor", "fsdp": "shard", "hsdp": "shard",
@@ -56,7 +60,7 @@ OF_RUN = (
 )  # fmt: skip
 MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] about micro-batches
 OF_MODEL: tuple[Role, ...] = ("critic", "reward_model")  # keys of [model] that add a model of the same size, laid out as the actor's
-OF_TRAIN = ("layout", "offload", "recompute", "system", *MICRO_BATCHES)
+SYSTEMS: Mapping[str, SystemCosts] = {"verl": VERL, "fulltilt": FULLTILT}
 
 
 @dataclass(frozen=True)
@@ -214,14 +218,8 @@ class RunDescription:
     name: str = ""
 
     def __post_init__(self) -> None:
-        together = self.layout.model_parallel
-        if self.cluster.gpus % together:
-            raise UserError(
-                f"{self.name or 'layout'}: {self.cluster.gpus} GPUs cannot be divided into groups of {together}. Change the layout"
-            )
-        # Megatron may count the embedding and the head as layers where it divides them among stages.
-        if self.layout.pipeline * self.layout.virtual > len(self.shape.layers) + 2:
-            raise UserError(f"{self.name or 'layout'}: more pipeline stages than the model's {len(self.shape.layers)} layers. Use fewer")
+        for wrong in wrong_groups(self.layout, self.cluster.gpus, len(self.shape.layers)):
+            raise UserError(f"{self.name or 'layout'}: {wrong}")
 
     @property
     def gpu(self) -> Accelerator:
@@ -277,13 +275,134 @@ class RunDescription:
         return RoleDescription(role, own if role == "critic" else replace(own, trained=0))
 
 
+# ---- layouts that no run can have --------------------------------------------------------------------------------------------------------
+
+
+def wrong_groups(layout: TrainLayout, gpus: int, layers: int) -> Iterator[str]:
+    """Yield why a model of so many layers cannot be divided among so many GPUs."""
+    if gpus % layout.model_parallel:
+        yield f"{gpus} GPUs cannot be divided into groups of {layout.model_parallel}. Change the layout"
+    # Megatron may count the embedding and the head as layers where it divides them among stages.
+    if layout.pipeline * layout.virtual > layers + 2:
+        yield f"more pipeline stages than the model's {layers} layers. Use fewer"
+
+
+@dataclass(frozen=True)
+class Division:
+    """A number of GPUs, heads or experts that a run divides into equal parts."""
+
+    place: str  # key of the description that sets the parts
+    count: int
+    noun: str
+    parts: int
+    named: str  # the parts as the description writes them
+
+    @property
+    def uneven(self) -> bool:
+        return self.count % self.parts > 0
+
+    @property
+    def mistake(self) -> Mistake:
+        text = f"{self.count} {self.noun} cannot be divided evenly among {self.parts} ({self.named}). Give a size that divides {self.count}"
+        return Mistake(self.place, text)
+
+
+def divisions(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Division]:
+    """Yield what must be divided evenly, beside GPUs into groups. `tensor`: GPUs of a rollout engine."""
+    gpus, experts, engine = cluster.gpus, counts_of_experts(shape), f"tensor = {tensor}"
+    heads_apart, experts_apart = layout.tensor * layout.sequence, layout.pipeline * layout.expert * layout.expert_tensor
+    yield Division("rollout.tensor", gpus, "GPUs", tensor, engine)
+    yield Division("train.layout", gpus, "GPUs", layout.shard, f"fsdp{layout.shard}")
+    if experts:  # `wrong_layout` has another message for dense models
+        yield Division("train.layout", gpus, "GPUs", experts_apart, sizes(pp=layout.pipeline, ep=layout.expert, etp=layout.expert_tensor))
+    for count in experts:
+        yield Division("train.layout", count, "experts", layout.expert, f"ep{layout.expert}")
+    for heads in sorted({layer.heads for layer in shape.layers}):
+        yield Division("train.layout", heads, "attention heads", heads_apart, sizes(tp=layout.tensor, sp=layout.sequence))
+        yield Division("rollout.tensor", heads, "attention heads", tensor, engine)
+
+
+def sizes(**given: int) -> str:
+    """Write sizes as layouts have them, without those of 1."""
+    return "".join(f"{word}{size}" for word, size in given.items() if size > 1)
+
+
+def counts_of_experts(shape: Shape) -> list[int]:
+    """Return the numbers of experts that layers of a model have; an empty list for a dense model."""
+    return sorted({layer.experts.count for layer in shape.layers if layer.experts})
+
+
+def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Mistake]:
+    """Yield why a described run cannot be laid out as its description says."""
+    yield from (Mistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
+    yield from (own.mistake for own in divisions(layout, cluster, shape, tensor) if own.uneven)
+    if layout.divides_experts and not counts_of_experts(shape):
+        own = sizes(ep=layout.expert, etp=layout.expert_tensor)
+        yield Mistake("train.layout", f"{own} divides experts, and this model has none. Remove ep and etp, or give a model with experts")
+    if layout.shard > 1 and backend == "megatron":
+        yield Mistake("train.layout", f'fsdp{layout.shard} needs train.backend = "fsdp", which is "megatron". Change one of them')
+    if layout.virtual > 1 and layout.pipeline == 1:
+        yield Mistake("train.layout", f"vpp{layout.virtual} divides pipeline stages, and there is only one. Add pp2 or more, or remove vpp")
+
+
+def check_layout(run: RunDescription) -> None:
+    """Refuse a run that cannot be laid out as described. A published row may be an exception, so that not all runs are checked."""
+    if wrong := [*wrong_layout(run.layout, run.backend, run.cluster, run.shape, run.engine.tensor)]:
+        raise UserError("\n".join(f"{run.name or 'description'}: {mistake}" for mistake in wrong))
+
+
+LAYOUT_WORD = re.compile(r"([a-z]+)[\s_=:]*([0-9]{0,7})")
+SEPARATORS = " \t\n_,;+/-"
+WITHOUT_SIZE = {"all", "dp", "fsdp"}  # words of a layout that mean all GPUs if no size follows
+
+
+def described_layout(text: str) -> TrainLayout:
+    """Read the layout of a description. Tables are read more freely, and may leave sizes out or have other words beside them."""
+    found = LAYOUT_WORD.findall(text.lower())
+    names = [LAYOUT_WORDS.get(word, word) for word, _ in found]
+    rest = LAYOUT_WORD.sub("", text.lower()).strip(SEPARATORS)
+    without = [word for word, size in found if not size and word not in WITHOUT_SIZE]
+    mistakes = {
+        f"{shortened(rest, 40)} follows no word": bool(rest),
+        f"{shortened(', '.join(without), 40)} has no size": bool(without),
+        "a size is 0": any(size and not int(size) for _, size in found),
+        "a size is given twice": len(names) > len(set(names)),
+    }
+    if wrong := [text for text, holds in mistakes.items() if holds]:
+        raise UserError(f"{shown(text)}: {', and '.join(wrong)}. Write words with sizes of at least 1, such as tp4pp2cp2 or sp4fsdp8")
+    return TrainLayout.parse(text)
+
+
 # ---- TOML --------------------------------------------------------------------------------------------------------------------------------
+
+SHARED_TYPES = {key: kind for key, kind in types_of(RunDescription).items() if key in OF_RUN}
+BATCH_TYPES = types_of(BatchDescription)
+# Type of each key, by section, except for [hardware], which `Cluster` reads.
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    "model": {"shape": str, **dict.fromkeys(OF_MODEL, bool), **SHARED_TYPES},
+    "train": {
+        "layout": str, "offload": bool, "recompute": types_of(Recompute)["kind"], "system": Literal["verl", "fulltilt"],
+        **{key: BATCH_TYPES[key] for key in MICRO_BATCHES}, **SHARED_TYPES,
+    },
+    "rollout": types_of(EngineDescription),
+    "batch": BATCH_TYPES,
+    "lengths": types_of(Lengths),
+}  # fmt: skip
+RANGES: Mapping[str, Range] = {"rollout.memory_share": (0.01, 1.0), "lengths.prompt": (1, MOST), "lengths.response": (1, MOST)}
+# Keys that are at most as large as another of their section, with the record that has their defaults.
+LIMITED: tuple[tuple[str, str, str, Any], ...] = (
+    ("batch", "minibatch_prompts", "prompts", BatchDescription()),
+    ("lengths", "prompt", "most_prompt", Lengths()),
+    ("lengths", "response", "most_response", Lengths()),
+)
+# Sections that may both have a key, which only one of them may set.
+ALTERNATIVES = (("model", "train"), ("train", "batch"))
 
 
 def read(path: Path) -> RunDescription:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read: {getattr(error, 'strerror', error)}. Give a TOML file as docs/planning.md shows it"
         ) from error
@@ -291,53 +410,77 @@ def read(path: Path) -> RunDescription:
 
 
 def describe(given: Mapping[str, Any], name: str = "description") -> RunDescription:
-    """Return the description that the tables of a TOML file give."""
-    known = {"model", "hardware", "train", "rollout", "batch", "lengths"}
-    if unknown := given.keys() - known:
-        raise UserError(f"{name}: unknown section {', '.join(sorted(unknown))}. Known are {', '.join(sorted(known))}")
-    parts: dict[str, dict[str, Any]] = {section: section_of(given, section, name) for section in known}
+    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake."""
+    parts = {section: dict(own) if isinstance(own := given.get(section, {}), Mapping) else {} for section in ("hardware", *TYPES)}
+    mistakes = [*wrong_sections(given), *wrong_keys(parts)]
     model, train, batch = parts["model"], parts["train"], parts["batch"]
-    if "shape" not in model:
-        raise UserError(f"{name}: model.shape is missing. Give a named shape or a folder with a config.json")
-    budgets = {key: train.pop(key) for key in MICRO_BATCHES if key in train}
-    offload = train.pop("offload", None)
-    everything = ("offload_params", "offload_grads", "offload_optimizer")
-    extra = dict.fromkeys(everything, bool(offload)) if offload is not None else {}
-    added: list[Role] = [role for role in OF_MODEL if model.pop(role, False)]
+    shape = taken("model.shape", lambda: named_shape(model["shape"]), mistakes)
+    cluster = taken("hardware", lambda: Cluster.of_figures(parts["hardware"]), mistakes)
+    layout = taken("train.layout", lambda: described_layout(train.get("layout", "")), mistakes)
+    wrong = {mistake.place for mistake in mistakes}
+    backend: Backend = train.get("backend", model.get("backend", "megatron"))
+    tensor = 1 if "rollout.tensor" in wrong else parts["rollout"].get("tensor", 1)
+    if shape and cluster and layout and wrong.isdisjoint({"train.backend", "model.backend"}):
+        mistakes += wrong_layout(layout, backend, cluster, shape, tensor)
+    if mistakes or not (shape and cluster and layout):
+        raise UserError("\n".join(f"{name}: {mistake}" for mistake in mistakes))
+    offloads = ("offload_params", "offload_grads", "offload_optimizer")
+    found = RunDescription(
+        shape=shape,
+        cluster=cluster,
+        lengths=Lengths(**parts["lengths"]),
+        layout=layout,
+        engine=EngineDescription(**parts["rollout"]),
+        batch=BatchDescription(**batch, **{key: train[key] for key in MICRO_BATCHES if key in train}),
+        recompute=Recompute(train.get("recompute", "none")),
+        system=SYSTEMS[train.get("system", "verl")],
+        name=name,
+        **dict.fromkeys(offloads, train.get("offload", False))
+        | {key: value for key, value in {**model, **train}.items() if key in SHARED_TYPES},
+    )
+    return replace(found, others=tuple(found.beside(role) for role in OF_MODEL if model.get(role)))
+
+
+def wrong_sections(given: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yield what is wrong with the sections of a description, whatever their keys are."""
+    known = {"hardware", *TYPES}
+    for section in sorted(given.keys() - known):
+        yield Mistake(section, f"unknown section. Known are {', '.join(sorted(known))}")
+    for section in [own for own in sorted(known) if not isinstance(given.get(own, {}), Mapping)]:
+        yield Mistake(section, f"{shown(given[section])} is not a section. Write [{section}], with keys of its own")
+
+
+def wrong_keys(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[Mistake]:
+    """Yield what is wrong with keys and values of the sections that `TYPES` has."""
+    wrong = [mistake for section, types in TYPES.items() for mistake in wrong_values(section, parts[section], types, RANGES)]
+    yield from wrong
+    if "shape" not in parts["model"]:
+        yield Mistake("model.shape", "no model is given. Give a named shape or a folder with a config.json")
+    for first, second in ALTERNATIVES:
+        for key in sorted(parts[first].keys() & parts[second].keys() & TYPES[first].keys() & TYPES[second].keys()):
+            yield Mistake(f"{second}.{key}", f"{first}.{key} is given too. Give one of them")
+    places = {mistake.place for mistake in wrong}
+    for section, key, limit, defaults in LIMITED:
+        if places.isdisjoint({f"{section}.{key}", f"{section}.{limit}"}):
+            yield from above_limit(section, key, limit, parts[section], defaults)
+
+
+def above_limit(section: str, key: str, limit: str, given: Mapping[str, Any], defaults: Any) -> Iterator[Mistake]:
+    """Yield a mistake if the value of a key is larger than that of its limit."""
+    value, most = (given.get(name, getattr(defaults, name)) for name in (key, limit))
+    if value > most:
+        by_default = "" if key in given else ", its default,"
+        yield Mistake(f"{section}.{key}", f"{shown(value)}{by_default} is more than {section}.{limit} = {most}. Give at most {most}")
+
+
+def taken(place: str, read: Callable[[], Read], mistakes: list[Mistake]) -> Read | None:
+    """Return what a key or a section is read as; None if it is wrong, which is added to the mistakes."""
+    if place in {mistake.place for mistake in mistakes}:
+        return None
     try:
-        found = RunDescription(
-            shape=named_shape(str(model.pop("shape"))),
-            cluster=Cluster.of_figures(parts["hardware"], where=f"{name}: hardware"),
-            lengths=Lengths(**checked(parts["lengths"], fields_of(Lengths), f"{name}: lengths")),
-            layout=TrainLayout.parse(str(train.pop("layout", ""))),
-            engine=EngineDescription(**checked(parts["rollout"], fields_of(EngineDescription), f"{name}: rollout")),
-            batch=BatchDescription(**checked(batch, fields_of(BatchDescription), f"{name}: batch") | budgets),
-            recompute=Recompute(train.pop("recompute", "none")),
-            system={"verl": VERL, "fulltilt": FULLTILT}[train.pop("system", "verl")],
-            name=name,
-            **extra | checked(train, OF_RUN, f"{name}: train", OF_TRAIN) | checked(model, OF_RUN, f"{name}: model", ("shape", *OF_MODEL)),
-        )
-    except UserError:  # its message already says what is wrong
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{name}: {error} is not a possible value. Correct it") from error
-    return replace(found, others=tuple(found.beside(role) for role in added))
-
-
-def section_of(given: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
-    found = given.get(section, {})
-    if not isinstance(found, Mapping):
-        raise UserError(f"{name}: {section} must be a section, with keys of its own")
-    return dict(found)
-
-
-def fields_of(record: type) -> tuple[str, ...]:
-    return tuple(own.name for own in fields(record))
-
-
-def checked(given: dict[str, Any], known: Iterable[str], where: str, taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the remaining keys of a section, and refuse unknown ones. `taken`: keys that the section may have too and that were already
-    read."""
-    if unknown := given.keys() - set(known):
-        raise UserError(f"{where}: unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted({*known, *taken}))}")
-    return given
+        return read()
+    except UserError as error:
+        mistakes += [Mistake(place, line.removeprefix(f"{place}: ")) for line in str(error).splitlines()]
+    except OSError as error:  # a name that no file can have
+        mistakes.append(Mistake(place, f"cannot be looked up: {error.strerror}. Give another name or path"))
+    return None
