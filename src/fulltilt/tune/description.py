@@ -44,7 +44,7 @@ from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import FULLTILT, VERL, SystemCosts
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.shapes import named_shape
-from fulltilt.tune.values import MOST, Mistake, Range, types_of, wrong_values
+from fulltilt.tune.values import MOST, ValueMistake, Range, types_of, wrong_values
 from fulltilt.words import shortened
 
 Backend = Literal["megatron", "fsdp"]
@@ -302,9 +302,9 @@ class Division:
         return self.count % self.parts > 0
 
     @property
-    def mistake(self) -> Mistake:
+    def mistake(self) -> ValueMistake:
         text = f"{self.count} {self.noun} cannot be divided evenly among {self.parts} ({self.named}). Give a size that divides {self.count}"
-        return Mistake(self.place, text)
+        return ValueMistake(self.place, text)
 
 
 def divisions(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Division]:
@@ -332,17 +332,21 @@ def counts_of_experts(shape: Shape) -> list[int]:
     return sorted({layer.experts.count for layer in shape.layers if layer.experts})
 
 
-def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Mistake]:
+def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
     """Yield why a described run cannot be laid out as its description says."""
-    yield from (Mistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
+    yield from (ValueMistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
     yield from (own.mistake for own in divisions(layout, cluster, shape, tensor) if own.uneven)
     if layout.divides_experts and not counts_of_experts(shape):
         own = sizes(ep=layout.expert, etp=layout.expert_tensor)
-        yield Mistake("train.layout", f"{own} divides experts, and this model has none. Remove ep and etp, or give a model with experts")
+        yield ValueMistake(
+            "train.layout", f"{own} divides experts, and this model has none. Remove ep and etp, or give a model with experts"
+        )
     if layout.shard > 1 and backend == "megatron":
-        yield Mistake("train.layout", f'fsdp{layout.shard} needs train.backend = "fsdp", which is "megatron". Change one of them')
+        yield ValueMistake("train.layout", f'fsdp{layout.shard} needs train.backend = "fsdp", which is "megatron". Change one of them')
     if layout.virtual > 1 and layout.pipeline == 1:
-        yield Mistake("train.layout", f"vpp{layout.virtual} divides pipeline stages, and there is only one. Add pp2 or more, or remove vpp")
+        yield ValueMistake(
+            "train.layout", f"vpp{layout.virtual} divides pipeline stages, and there is only one. Add pp2 or more, or remove vpp"
+        )
 
 
 def check_layout(run: RunDescription) -> None:
@@ -441,46 +445,46 @@ def describe(given: Mapping[str, Any], name: str = "description") -> RunDescript
     return replace(found, others=tuple(found.beside(role) for role in OF_MODEL if model.get(role)))
 
 
-def wrong_sections(given: Mapping[str, Any]) -> Iterator[Mistake]:
+def wrong_sections(given: Mapping[str, Any]) -> Iterator[ValueMistake]:
     """Yield what is wrong with the sections of a description, whatever their keys are."""
     known = {"hardware", *TYPES}
     for section in sorted(given.keys() - known):
-        yield Mistake(section, f"unknown section. Known are {', '.join(sorted(known))}")
+        yield ValueMistake(section, f"unknown section. Known are {', '.join(sorted(known))}")
     for section in [own for own in sorted(known) if not isinstance(given.get(own, {}), Mapping)]:
-        yield Mistake(section, f"{shown(given[section])} is not a section. Write [{section}], with keys of its own")
+        yield ValueMistake(section, f"{shown(given[section])} is not a section. Write [{section}], with keys of its own")
 
 
-def wrong_keys(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[Mistake]:
+def wrong_keys(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[ValueMistake]:
     """Yield what is wrong with keys and values of the sections that `TYPES` has."""
     wrong = [mistake for section, types in TYPES.items() for mistake in wrong_values(section, parts[section], types, RANGES)]
     yield from wrong
     if "shape" not in parts["model"]:
-        yield Mistake("model.shape", "no model is given. Give a named shape or a folder with a config.json")
+        yield ValueMistake("model.shape", "no model is given. Give a named shape or a folder with a config.json")
     for first, second in ALTERNATIVES:
         for key in sorted(parts[first].keys() & parts[second].keys() & TYPES[first].keys() & TYPES[second].keys()):
-            yield Mistake(f"{second}.{key}", f"{first}.{key} is given too. Give one of them")
+            yield ValueMistake(f"{second}.{key}", f"{first}.{key} is given too. Give one of them")
     places = {mistake.place for mistake in wrong}
     for section, key, limit, defaults in LIMITED:
         if places.isdisjoint({f"{section}.{key}", f"{section}.{limit}"}):
             yield from above_limit(section, key, limit, parts[section], defaults)
 
 
-def above_limit(section: str, key: str, limit: str, given: Mapping[str, Any], defaults: Any) -> Iterator[Mistake]:
+def above_limit(section: str, key: str, limit: str, given: Mapping[str, Any], defaults: Any) -> Iterator[ValueMistake]:
     """Yield a mistake if the value of a key is larger than that of its limit."""
     value, most = (given.get(name, getattr(defaults, name)) for name in (key, limit))
     if value > most:
         by_default = "" if key in given else ", its default,"
-        yield Mistake(f"{section}.{key}", f"{shown(value)}{by_default} is more than {section}.{limit} = {most}. Give at most {most}")
+        yield ValueMistake(f"{section}.{key}", f"{shown(value)}{by_default} is more than {section}.{limit} = {most}. Give at most {most}")
 
 
-def taken(place: str, read: Callable[[], Read], mistakes: list[Mistake]) -> Read | None:
+def taken(place: str, read: Callable[[], Read], mistakes: list[ValueMistake]) -> Read | None:
     """Return what a key or a section is read as; None if it is wrong, which is added to the mistakes."""
     if place in {mistake.place for mistake in mistakes}:
         return None
     try:
         return read()
     except UserError as error:
-        mistakes += [Mistake(place, line.removeprefix(f"{place}: ")) for line in str(error).splitlines()]
+        mistakes += [ValueMistake(place, line.removeprefix(f"{place}: ")) for line in str(error).splitlines()]
     except OSError as error:  # a name that no file can have
-        mistakes.append(Mistake(place, f"cannot be looked up: {error.strerror}. Give another name or path"))
+        mistakes.append(ValueMistake(place, f"cannot be looked up: {error.strerror}. Give another name or path"))
     return None

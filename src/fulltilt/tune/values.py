@@ -1,6 +1,6 @@
 """Checks of values that a TOML file gives for the fields of records: unknown keys, types, ranges and choices.
 
-Enters: the keys of a section, and the type of each, as the record's annotations have it. Leaves: a `Mistake` for each wrong key.
+Enters: the keys of a section, and the type of each, as the record's annotations have it. Leaves: a `ValueMistake` for each wrong key.
 Guaranteed: a boolean is not a number, and numbers are finite and no larger than what the models of memory and time can compute with.
 """
 
@@ -25,7 +25,7 @@ REMEDIES: Mapping[type, str] = {
 
 
 @dataclass(frozen=True)
-class Mistake:
+class ValueMistake:
     place: str  # section.key, or the section alone
     text: str  # what is wrong, what was given, remedy
 
@@ -38,14 +38,14 @@ def types_of(record: type) -> dict[str, Any]:
     return get_type_hints(record)
 
 
-def wrong_values(section: str, given: Mapping[str, Any], types: Mapping[str, Any], ranges: Mapping[str, Range]) -> Iterator[Mistake]:
+def wrong_values(section: str, given: Mapping[str, Any], types: Mapping[str, Any], ranges: Mapping[str, Range]) -> Iterator[ValueMistake]:
     """Yield what is wrong with the keys of a section. `ranges`: of numbers, by `section.key`; others are counts."""
     if unknown := given.keys() - types.keys():
-        yield Mistake(section, f"unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted(types))}")
+        yield ValueMistake(section, f"unknown key {', '.join(sorted(unknown))}. Known are {', '.join(sorted(types))}")
     for key in [own for own in given if own in types]:
         place = f"{section}.{key}"
         if instead := remedy(given[key], types[key], ranges.get(place, COUNT)):
-            yield Mistake(place, f"{shown(given[key])} is not a possible value. {instead}")
+            yield ValueMistake(place, f"{shown(given[key])} is not a possible value. {instead}")
 
 
 def remedy(value: Any, annotation: Any, within: Range) -> str | None:
