@@ -44,7 +44,7 @@ from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import FULLTILT, VERL, SystemCosts
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.shapes import named_shape
-from fulltilt.tune.values import MOST, ValueMistake, Range, types_of, wrong_values
+from fulltilt.tune.values import MOST, Range, ValueMistake, types_of, wrong_values
 from fulltilt.words import shortened
 
 Backend = Literal["megatron", "fsdp"]
