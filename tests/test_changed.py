@@ -11,9 +11,9 @@ import pytest
 import runs
 
 from fulltilt import folders
-from fulltilt.cluster.checks import among_own_checkpoints
 from fulltilt.loop import saved
 from fulltilt.loop.opening import find_mistakes
+from fulltilt.plan.legal import among_own_checkpoints
 from fulltilt.records import UserError
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.user_code import imported_files, locate

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import checks
 from fulltilt.compat import command, hydra, shell
 from fulltilt.compat.outcome import KINDS
 from fulltilt.compat.surroundings import Surroundings
@@ -31,6 +30,7 @@ from fulltilt.compat.verl_sft import SFT
 from fulltilt.config import RULES
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.knobs import LEDGER
+from fulltilt.plan import legal
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES
@@ -541,7 +541,7 @@ def test_what_is_honoured_is_not_refused_when_the_run_starts(estimator: str, giv
     found = translated(*{each.partition("=")[0]: each for each in run}.values())
     config = command.config_of(found)
     algorithm, device = build(config), "cpu" if config.run.device == "cpu" else "cuda"
-    said = [*checks.settings_without_effect(config, algorithm, device), *checks.wrong_sharing(config, device)]
+    said = [*legal.settings_without_effect(config, algorithm, device), *legal.wrong_sharing(config, device)]
     assert said == [] or found.mistakes
 
 

@@ -30,10 +30,10 @@ from safetensors.torch import load_file
 from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fulltilt.cluster import checks
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.memory.account import HeldBytes, Reading
-from fulltilt.memory.offload import why_not
+from fulltilt.plan import legal
+from fulltilt.plan.legal import why_not_offloaded
 from fulltilt.records import Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore
 
@@ -200,7 +200,7 @@ AWAY = ("train.offload_params=true", "ref.offload_params=true")  # the critic's 
 @pytest.fixture
 def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CPU had a second memory."""
-    monkeypatch.setattr(checks, "why_not", lambda key, role, device, **other: why_not(key, role, "cuda", **other))
+    monkeypatch.setattr(legal, "why_not_offloaded", lambda key, role, device, **other: why_not_offloaded(key, role, "cuda", **other))
 
 
 @pytest.mark.parametrize(

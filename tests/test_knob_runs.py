@@ -18,15 +18,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from fulltilt.cluster import checks, loading
+from fulltilt.cluster import loading
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import find_mistakes
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import PAGE, OffloadedForward
-from fulltilt.memory.offload import OffloadSetting, absent, why_not
+from fulltilt.memory.offload import OffloadSetting, absent
 from fulltilt.memory.recompute import UnitForward
 from fulltilt.model import compiled
 from fulltilt.model.lora import without_adapters
+from fulltilt.plan import legal
+from fulltilt.plan.legal import why_not_offloaded
 from fulltilt.records import UserError
 
 ModelFolders = Callable[[str], Path]
@@ -97,7 +99,7 @@ def padded(folder: Path) -> Left:
 def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CPU had a second memory; all else is what it is. Files are read into memory of its own, which can be given back: without a
     device to copy to, parameters would be the file's pages."""
-    monkeypatch.setattr(checks, "why_not", lambda key, role, device, **other: why_not(key, role, "cuda", **other))
+    monkeypatch.setattr(legal, "why_not_offloaded", lambda key, role, device, **other: why_not_offloaded(key, role, "cuda", **other))
     monkeypatch.setattr(loading.load, "load_model", in_own_memory(loading.load.load_model))
     monkeypatch.setattr(loading, "load_scalar", in_own_memory(loading.load_scalar))
 

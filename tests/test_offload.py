@@ -37,7 +37,6 @@ from fulltilt.memory.offload import (
     absent,
     aligned,
     host_memory,
-    why_not,
 )
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed
@@ -47,6 +46,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs
 from fulltilt.plan.decisions import OFFLOADS
+from fulltilt.plan.legal import why_not_offloaded
 from fulltilt.plan.resident import STREAMED
 from fulltilt.records import Row, UserError
 from fulltilt.schema import ModelConfig, TrainConfig
@@ -576,10 +576,13 @@ def run_body(body: Any) -> None:
 
 
 def test_reasons() -> None:
-    assert all("CPU" in (why_not(key, "ref", "cpu") or "") for key in OFFLOADS)
-    assert why_not("offload_optimizer", "actor", "cuda", alone=True) is None and why_not("offload_params", "actor", "cuda") is None
-    assert "no other role" in (why_not("offload_params", "actor", "cuda", alone=True) or "")
-    assert "no parameters that could leave" in (why_not("offload_params", "ref", "cuda", shared=True) or "")
+    assert all("CPU" in (why_not_offloaded(key, "ref", "cpu") or "") for key in OFFLOADS)
+    assert (
+        why_not_offloaded("offload_optimizer", "actor", "cuda", alone=True) is None
+        and why_not_offloaded("offload_params", "actor", "cuda") is None
+    )
+    assert "no other role" in (why_not_offloaded("offload_params", "actor", "cuda", alone=True) or "")
+    assert "no parameters that could leave" in (why_not_offloaded("offload_params", "ref", "cuda", shared=True) or "")
 
 
 # ---- on a CUDA device ------------------------------------------------------------------------------------------------------------------

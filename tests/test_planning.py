@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fulltilt.cli import app
+from fulltilt.algo.build import build
+from fulltilt.cli import app, main
+from fulltilt.cluster import checks
 from fulltilt.config import load, parse
 from fulltilt.hardware import Cluster
 from fulltilt.observe.metrics import TIMING_NAMES
@@ -17,6 +19,7 @@ from fulltilt.parallel.layout import Sharding
 from fulltilt.plan.decisions import OFFLOADS
 from fulltilt.plan.division import Division, divided
 from fulltilt.plan.facts import Facts, RoleFacts
+from fulltilt.plan.legal import unused_by
 from fulltilt.plan.make import plan_of
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
@@ -101,7 +104,7 @@ def test_roles_on_gpus_of_their_own_run_beside_the_others(tmp_path: Path) -> Non
     assert found.seconds.total == pytest.approx(others + scored + learned)
     together = planned(tmp_path, *ROLES)
     assert found.memory.phases["update-actor"].total != together.memory.phases["update-actor"].total
-    with pytest.raises(UserError, match=r"cluster.roles: they take 8 of the run's 8 GPUs"):
+    with pytest.raises(UserError, match=r"cluster.roles: \{ critic = 8 \} takes 8 of the run's 8 workers"):
         planned(tmp_path, *ROLES, "cluster.workers=8", "cluster.roles={critic=8}")
 
 
@@ -288,9 +291,9 @@ def test_ways_to_fit_do_fit(tmp_path: Path) -> None:
 
 
 def test_sizes_that_cannot_be_are_refused_with_the_legal_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train.tensor_parallel: 3 does not divide the 8 GPUs"):
+    with pytest.raises(UserError, match=r"train.tensor_parallel: 3 does not divide the 8 workers of the run. Use 1, 2 or 4"):
         planned(tmp_path, "cluster.workers=8", "train.tensor_parallel=3")
-    with pytest.raises(UserError, match=r"Legal sizes for this model"):
+    with pytest.raises(UserError, match=r"rollout.tensor_parallel: 8 workers cannot hold a part of every layer: .* Use 1, 2 or 4"):
         planned(tmp_path, "cluster.workers=8", "rollout.tensor_parallel=8")
 
 
@@ -372,6 +375,92 @@ def test_the_knobs_of_a_run_that_is_refused_are_those_that_are_known(tmp_path: P
     assert "rollout.max_seqs" not in found.knobs
     crowded = planned(tmp_path, hardware="1xH100-20GB")  # nothing is known of how roles would run
     assert crowded.refused and "train.recompute" not in crowded.knobs and crowded.why["train.packing"]
+
+
+# ---- settings that the run refuses -----------------------------------------------------------------------------------------------------
+
+DAPO = ROOT / "examples" / "math" / "dapo.toml"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware", "said"),
+    [
+        (
+            ("train.shard=hybrid", "train.shard_size=3"),
+            "4xH100",
+            ["train.shard_size: 3 does not divide the 4 workers of the run into groups. Use 2 or 4"],
+        ),
+        (
+            ("train.expert_parallel=2",),
+            "8xH100",
+            ["train.expert_parallel: 2 workers cannot divide the experts among themselves: the model has no experts. Use 1"],
+        ),
+        (
+            ("train.shard=full",),
+            "1xH100",
+            [
+                'train.shard: "full", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers',
+            ],
+        ),
+        (
+            ("cluster.roles.ref=1",),
+            "8xH100",
+            [
+                "cluster.roles: ref would get workers of its own, but nothing compares with a reference (algorithm.kl_coef, "
+                "algorithm.reward_kl_coef). Remove it from the table",
+            ],
+        ),
+        (
+            ("train.tensor_parallel=2", "train.shard=full"),
+            "CPU",
+            [
+                "train.tensor_parallel: 2 has no effect while cluster.workers is auto, which is 1 here. Remove it, or set cluster.workers "
+                "above 1",
+                'train.shard: "full", but train.tensor_parallel = 2 leaves no two workers with the same part of the model, which share it '
+                "out. Remove the key, or set cluster.workers",
+            ],
+        ),
+    ],
+)
+def test_settings_that_the_run_refuses_are_refused_in_the_same_words(
+    settings: tuple[str, ...], hardware: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError) as told:
+        plan(DAPO, *settings, "--shape", "Qwen2.5-7B", "--hardware", hardware)
+    assert str(told.value).splitlines() == said
+    for name in ("too_many_here", "wrong_modules"):  # need the devices and the model
+        monkeypatch.setattr(checks, name, lambda *given: ())
+    monkeypatch.setattr(checks, "shape_of_role", lambda config, role: named_shape("Qwen2.5-7B"))
+    cluster, given = Cluster.parse(hardware, 1), load(DAPO, settings, here=False)
+    config = given.model_copy(update={"cluster": given.cluster.model_copy(update={"workers": cluster.gpus})})
+    by_run = checks.wrong_settings(config, build(config), cluster.gpu.device)
+    assert [*unused_by(given, cluster.gpus), *by_run] == said
+
+
+def test_the_command_ends_with_all_mistakes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ["train.shard=hybrid", "train.shard_size=3", "train.expert_parallel=2", "cluster.roles.ref=1"]
+    monkeypatch.setattr("sys.argv", ["fulltilt", "plan", str(DAPO), "--shape", "Qwen2.5-7B", "--hardware", "8xH100", *settings])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert all(f"{key}: " in said for key in ("train.shard_size", "train.expert_parallel", "cluster.roles"))
+
+
+def test_a_legal_setting_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "runners_up", lambda *given: {})
+    code, said = plan(DAPO, "train.shard=hybrid", "train.shard_size=2", "--shape", "Qwen2.5-7B", "--hardware", "4xH200")
+    assert code == 0 and 'train.shard = "hybrid": set in the run' in said
+
+
+def test_an_illegal_value_is_no_runner_up() -> None:
+    run = PlannedRun(load(DAPO, here=False), named_shape("Qwen2.5-7B"), Cluster.parse("8xH100", 1), None)
+    assert run.but({"train.expert_parallel": 2}).outcome() is None and run.outcome() is not None
+
+
+def test_an_empty_shape_is_not_the_models() -> None:
+    with pytest.raises(UserError, match=r"'' is neither a folder"):
+        plan(DAPO, "model.path=Qwen/Qwen2.5-7B", "--shape", "", "--hardware", "8xH100")
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from fulltilt.cluster.worker import Residents
 from fulltilt.hardware import Cluster, accelerator
 from fulltilt.loop.opening import prober_for
 from fulltilt.parallel.ranks import ALONE
+from fulltilt.plan import legal
 from fulltilt.plan.decisions import Decisions
 from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.plan.make import make_plan
@@ -242,7 +243,7 @@ def test_on_a_cpu_nothing_is_measured_unless_it_is_asked_for(given: dict[str, bo
 def test_a_probe_that_cannot_measure_is_refused(overrides: tuple[str, ...], said: str | None) -> None:
     plain = {**PLAIN, "algorithm": {"name": "ppo"}, "cluster": {"workers": 4}, "run": {"steps": 1, "probe": True}}
     config = configuration.parse(plain, overrides, here=False)
-    found = list(checks.wrong_probe(config, build(config), "cpu"))
+    found = list(legal.wrong_probe(config, build(config), "cpu"))
     assert found == (
         [
             f"run.probe: true, but nothing can be measured with {said}: a micro-batch of one worker alone would wait for the others. "

@@ -23,10 +23,10 @@ from shard_worker import Case, Trained, restore
 from variants import sample_cases
 
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.cluster.checks import wrong_sharing
 from fulltilt.observe.console import Console
 from fulltilt.parallel.exchange import CommonRange, copy_all, spread
 from fulltilt.parallel.layout import RowLayout
+from fulltilt.plan.legal import wrong_sharing
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
 

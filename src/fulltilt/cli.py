@@ -574,7 +574,7 @@ def tune(
             found = tuning.tune(config, steps=steps, finalists=finalists, response=response_tokens, say=say)
         else:
             cluster = command.cluster_for(config, hardware)
-            sizes = command.named_shape(shape or config.model.path)
+            sizes = command.named_shape(config.model.path if shape is None else shape)
             found = tuning.predicted(config, sizes, cluster, finalists=finalists, response=response_tokens)
     tuning.write(out, found, shlex.join(["fulltilt", "tune", str(run), *(overrides or [])]))
     print(json.dumps(tuning.document(found), indent=1)) if as_json else tell("\n".join(tuning.table(found)))

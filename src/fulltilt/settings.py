@@ -50,6 +50,26 @@ def algorithm_settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
+def reuses(config: Config) -> bool:
+    """Return whether samples are trained on after a first update."""
+    return config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+
+
+def needs_of(config: Config) -> frozenset[str]:
+    """Return the needs of the run's algorithm (`Algorithm.needs`), without those of corrections before the loss."""
+    preset, settings = preset_of(config), algorithm_settings(config)
+    penalised = settings.get("reward_kl_coef", 0) > 0
+    reads_old = preset.reads_old and settings.get("importance_level") != "bypass"
+    needs = {
+        "rollout": preset.rollout,
+        "ref_logprobs": penalised or settings.get("kl_coef", 0) > 0,
+        "old_logprobs": penalised or (preset.rollout and reuses(config) and reads_old),
+        "values": bool(preset.critic),
+        "baseline": preset.baseline,
+    }
+    return frozenset(need for need, wanted in needs.items() if wanted) | preset.needs
+
+
 def bounds_of(settings: Mapping[str, Any]) -> dict[str, float | list[float]]:
     """Return the criteria of rejection with the bounds of each: one number for all of them, or one or two numbers for each."""
     names, bounds = settings.get("rejection"), settings.get("rejection_bounds")

@@ -17,7 +17,18 @@ from fulltilt.algo.correction import Correction, Criterion
 from fulltilt.presets import Preset, Setting
 from fulltilt.records import Row
 from fulltilt.schema import Config, conditions
-from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, bounds_of, holds, own_functions, preset_of, used_keys
+from fulltilt.settings import (
+    DATA_KEYS,
+    UserFunction,
+    algorithm_settings,
+    bounds_of,
+    holds,
+    needs_of,
+    own_functions,
+    preset_of,
+    reuses,
+    used_keys,
+)
 
 Settings = Mapping[str, Any]
 
@@ -25,13 +36,13 @@ Settings = Mapping[str, Any]
 def build(config: Config) -> Algorithm:
     """Return the algorithm that the configuration names."""
     preset, settings, own = preset_of(config), algorithm_settings(config), own_functions(config)
-    correction, needs = _correction(settings), _needs(config, preset, settings)
+    correction, needs = _correction(settings), needs_of(config)
     # True if the loss cannot compute the weights itself, or something before it reads them.
     early = bool(correction.criteria) or correction.normalised or (correction.cap > 0 and "sharp_logprobs" in preset.needs)
     algorithm = Algorithm(
         name=config.algorithm.name,
         advantage=_advantage(preset, settings, own.get("advantage")),
-        loss=_loss(preset, settings, own.get("loss"), correction, _reuses(config)),
+        loss=_loss(preset, settings, own.get("loss"), correction, reuses(config)),
         aggregation=settings["aggregation"],
         length_norm=settings["length_norm"],
         needs=needs | {"old_logprobs"} if early else needs,
@@ -95,11 +106,6 @@ def _marks(config: Config, preset: Preset, settings: Settings, correction: Corre
     return partial(function, **{key: settings[key] for key in keys}, bypass=correction.bypass, seed=config.run.seed)
 
 
-def _reuses(config: Config) -> bool:
-    """Return whether samples are trained on after a first update."""
-    return config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
-
-
 def _loss(preset: Preset, settings: Settings, own: UserFunction | None, correction: Correction, moves: bool) -> LossFunction:
     function = _bound(getattr(loss, preset.loss), settings)
     if not preset.rollout:
@@ -108,20 +114,6 @@ def _loss(preset: Preset, settings: Settings, own: UserFunction | None, correcti
         function = partial(custom.surrogate, function=own, scalar=correction.cap == 0)
     shared = {key: settings[key] for key in ("kl_coef", "kl_estimator", "entropy_coef")}
     return partial(loss.policy_loss, surrogate=function, correction=correction, reads_old=preset.reads_old, moves=moves, **shared)
-
-
-def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]:
-    penalised = settings.get("reward_kl_coef", 0) > 0
-    reused = _reuses(config)
-    reads_old = preset.reads_old and settings.get("importance_level") != "bypass"
-    needs = {
-        "rollout": preset.rollout,
-        "ref_logprobs": penalised or settings.get("kl_coef", 0) > 0,
-        "old_logprobs": penalised or (preset.rollout and reused and reads_old),
-        "values": bool(preset.critic),
-        "baseline": preset.baseline,
-    }
-    return frozenset(need for need, wanted in needs.items() if wanted) | preset.needs
 
 
 def _dynamic(settings: Settings) -> DynamicSampling | None:

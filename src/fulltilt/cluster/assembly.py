@@ -26,13 +26,11 @@ from fulltilt.cluster.checks import (
     check_truths,
     choose_device,
     commits_of_models,
-    count_workers,
     model_paths,
     open_address,
     read_training_data,
     read_validation_data,
     refuse,
-    settings_without_effect,
     wrong_models,
     wrong_rollout,
     wrong_settings,
@@ -52,6 +50,7 @@ from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
 from fulltilt.model import load, lora
+from fulltilt.plan.legal import count_workers, settings_without_effect
 from fulltilt.plan.make import Plan
 from fulltilt.records import Prompt, Row, RunWarning
 from fulltilt.reward.base import RewardPool

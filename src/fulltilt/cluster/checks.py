@@ -25,59 +25,41 @@ from fulltilt.cluster.address import find_cluster, is_joined
 from fulltilt.cluster.divisible import WantedDivision, why_not_divisible
 from fulltilt.cluster.keeper import SHARE_DEVICES, free_shared_memory, may_share_devices, wrong_shared_memory
 from fulltilt.cluster.loading import Fusing, make_encoder
-from fulltilt.cluster.shelf import wrong_shares
 from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.data.template import TEMPLATE_REMEDY, PromptEncoder
 from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.memory.host import usable_cores
-from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
 from fulltilt.parallel.cuts import (
     expert_counts,
-    legal_expert_sizes,
-    legal_sequence_sizes,
-    legal_sizes,
-    whole_experts_in_rollouts,
     why_not_experts,
 )
 from fulltilt.parallel.cuts import why_not as why_not_divided
 from fulltilt.plan.cache import graphs_without_device
-from fulltilt.plan.decisions import OFFLOADS, OWN_BUDGETS, count_steps, own_sizes, size_key, unless_auto
-from fulltilt.plan.division import UNDIVIDED, Division
+from fulltilt.plan.decisions import count_steps, size_key, unless_auto
+from fulltilt.plan.legal import (
+    count_workers,
+    given_division,
+    has_whole_experts,
+    illegal_settings,
+    knows_workers,
+    roles_with_models,
+    wrong_counts,
+)
 from fulltilt.plan.make import check_context
-from fulltilt.plan.sequence import wrong_sequence_size
-from fulltilt.plan.sharding import unshared
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import (
-    Config,
-    conditions,
-    keys,
-    row_of,
-    samples_from_copy,
-    shares_model,
-    shares_parameters,
-    shown,
-    uses_reward_model,
-    value_of,
-)
-from fulltilt.settings import holds, is_set, own_functions
-from fulltilt.shape import Shape, UnknownParameters
+from fulltilt.schema import Config, shown, uses_reward_model
+from fulltilt.settings import own_functions
+from fulltilt.shape import Shape
 from fulltilt.user_code import UserCodeError
-from fulltilt.words import either, listed, many
+from fulltilt.words import listed, many
 
-WAITS = "a micro-batch of one worker alone would wait for the others"
 ROWS_TOLD = 5  # most bad rows of a data set that messages name: a mistake is often in every row
-# Reasons for messages.
-NO_COPIES = (
-    "its groups must be copies of one another, or norms of gradients would be wrong and checkpoints incomplete, and the shards of divided "
-    "experts are spread over all groups"
-)
-EXPERTS_OF_GROUP = "workers that divide layers have a part of every expert each (1), or all of them divide the experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,190 +203,14 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
     return [
         *wrong_rollout(config, device),
         *wrong_workers(config, algorithm, device),
-        *settings_without_effect(config, algorithm, device),
-        *wrong_sharing(config, device),
-        *wrong_roles(config, algorithm),
-        *wrong_tensor(config, algorithm, device),
-        *wrong_experts(config, algorithm, device),
+        *illegal_settings(config, algorithm, device, lambda role: shape_of_role(config, role)),
         *wrong_modules(config, algorithm, device),
-        *wrong_sequence(config, algorithm, device),
-        *wrong_probe(config, algorithm, device),
-        *among_own_checkpoints(config),
     ]
 
 
-def among_own_checkpoints(config: Config) -> Iterator[str]:
-    """List settings that name one of the run's own checkpoints: a run deletes its older checkpoints, and must not delete what it started
-    from."""
-    checkpoints = Path(config.run.dir, "checkpoints").resolve()
-    for key, field in keys().items():
-        path = value_of(config, key) if row_of(field).names in ("model", "adapter", "file") else None
-        if path is not None and Path(path).resolve().is_relative_to(checkpoints):
-            remedy = "Use another run.dir, or copy what you need of the checkpoint to another place and name the copy"
-            yield f"{key}: {shown(path)} is in {config.run.dir}/checkpoints, from which this run deletes all but the newest. {remedy}"
-
-
-def count_workers(config: Config, device: str) -> int:
-    given = config.cluster.workers
-    return given if given != "auto" else torch.cuda.device_count() if device == "cuda" else 1
-
-
-def wrong_sharing(config: Config, device: str) -> Iterator[str]:
-    """List settings that do not go with sharded parameters."""
-    train, apart = config.train, config.cluster.roles.values()
-    workers = count_workers(config, device) * config.cluster.nodes - sum(apart)
-    known = knows_workers(config)
-    if not shares_parameters(config):
-        return
-    if train.shard_size == 1:
-        yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
-    if known and max(workers, *apart, 1) <= unless_auto(train.tensor_parallel, 1) > 1:
-        same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
-        yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
-    elif known and max(workers, *apart, 1) == 1:
-        yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
-    elif known:
-        yield from wrong_groups(config, workers + sum(apart))
-    for key, why in unshared(config).items():
-        value = shown(value_of(config, key))
-        yield f'{key}: {value} is not available with train.shard = "{train.shard}": {why}. Remove one of the keys'
-
-
-def wrong_groups(config: Config, workers: int) -> Iterator[str]:
-    """List roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that form one group. `workers`:
-    number of workers of the run."""
-    given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
-    parts = {role: given_division(config).of(config, role).tensor for role in ("actor", *roles)}
-    counts = {role: count // parts[role] for role, count in {"actor": workers - sum(roles.values()), **roles}.items()}
-    if not given or counts["actor"] < 1:
-        return
-
-    def undivided(size: int) -> Iterator[str]:
-        yield from (role for role, count in counts.items() if count % size and (role == "actor" or count > size))
-
-    legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
-    for role in undivided(given):
-        alike = " with the same part of the model" if parts[role] > 1 else ""
-        whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
-        remedy = either(legal or ['train.shard = "full"'])
-        yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
-
-
-def given_division(config: Config) -> Division:
-    """Return among how many workers models are divided, as far as the user has set it."""
-    tensor, experts = unless_auto(config.train.tensor_parallel, 1), unless_auto(config.train.expert_parallel, 1)
-    return Division(tensor, experts, unless_auto(config.rollout.tensor_parallel, tensor))
-
-
-def wrong_tensor(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """List settings that do not go with layers that are divided among workers."""
-    division = given_division(config)
-    shapes = list(shapes_of_roles(config, algorithm, device))
-    sizes = {size_key(config, role, "tensor_parallel"): division.of(config, role).tensor for role in ("actor", *OWN_BUDGETS)}
-    sizes["train.tensor_parallel"] = division.tensor
-    if "rollout" in algorithm.needs:
-        sizes["rollout.tensor_parallel"] = unless_auto(config.rollout.tensor_parallel, 1)
-    for key, size in sizes.items():
-        if size == 1:
-            continue
-        for other, why in UNDIVIDED.items():
-            if value_of(config, other) is True:
-                yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-        section = key.partition(".")[0]
-        if "rollout" in algorithm.needs and config.rollout.engine != "native" and section in ("train", "rollout"):
-            yield f'{key}: {size}, but rollout.engine = "{config.rollout.engine}" samples from a whole model. Use the native engine'
-        of_key = [each for each in shapes if size_key(config, each[0], "tensor_parallel") == key]
-        yield from wrong_parts(config, key, size, shapes[:1] if section == "rollout" else of_key)
-
-
-def wrong_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """List sizes that are set for a role that cannot have its own."""
-    for role in OWN_BUDGETS:
-        tensor, experts = own_sizes(config, role)
-        given = [(f"{role}.{key}", size) for key, size in (("tensor_parallel", tensor), ("expert_parallel", experts)) if size is not None]
-        for key, size in given if role == "ref" and "ref_logprobs" in algorithm.needs and shares_model(config) else ():
-            why = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
-            yield f"{key}: {size}, but {why}. Remove the key"
-
-
-def has_whole_experts(config: Config, key: str, size: int, shape: Shape) -> bool:
-    """Return whether each of `size` workers has some whole experts, rather than a part of every expert, where the key divides layers among
-    them."""
-    division, section = given_division(config), key.partition(".")[0]
-    if section != "rollout":
-        return min(size, division.experts if section == "train" else division.of(config, section).experts) > 1
-    return whole_experts_in_rollouts(config.rollout.expert_parallel, size, division.tensor, division.experts, shape)
-
-
-def wrong_parts(config: Config, key: str, size: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
-    """List roles whose layers cannot be divided among this many workers. `shapes`: for each role that the key applies to."""
-    said = set[tuple[int, str | None]]()  # so that roles with the same mistake get one message
-    for role, shape, own in shapes:
-        whole = has_whole_experts(config, key, size, shape)
-        reason = None if own % size else why_not_divided(shape, size, whole_experts=whole)
-        if (reason is None and own % size == 0) or (own, reason) in said:
-            continue
-        said.add((own, reason))
-        legal = either([str(each) for each in legal_sizes(shape, own, whole_experts=whole)])
-        if reason is None:
-            has = "has" if own == 1 else "have"
-            of_role = f"the {many(own, 'worker')} that {has} the {role}'s role"
-            yield f"{key}: {size} does not divide {of_role if config.cluster.roles else f'the {own} workers of the run'}. Use {legal}"
-        else:
-            of_role = "" if role == "actor" else f" of the {role}"
-            yield f"{key}: {size} workers cannot hold a part of every layer{of_role}: {reason}. Use {legal}"
-
-
-def wrong_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """List settings that do not go with experts that are divided among workers."""
-    yield from wrong_rollout_experts(config, algorithm, device)
-    division = given_division(config)
-    sizes = {size_key(config, role, "expert_parallel"): division.of(config, role) for role in ("actor", *OWN_BUDGETS)}
-    for key, own in {**sizes, "train.expert_parallel": division.of(config, "actor")}.items():
-        size, tensor = own.experts, own.tensor
-        if size == 1:
-            continue
-        if tensor not in (1, size):
-            by = size_key(config, key.partition(".")[0], "tensor_parallel")
-            yield f"{key}: {size}, but {by} = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
-            continue
-        if config.train.shard == "hybrid" and tensor == 1:
-            yield f'{key}: {size}, but train.shard = "hybrid": {NO_COPIES}. Remove one of the keys, or set train.shard = "full"'
-        for other, why in UNDIVIDED.items():
-            if value_of(config, other) is True:
-                yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"
-        of_key = [each for each in shapes_of_roles(config, algorithm, device) if size_key(config, each[0], "expert_parallel") == key]
-        yield from wrong_expert_size(config, key, size, tensor, of_key)
-
-
-def wrong_expert_size(config: Config, key: str, size: int, tensor: int, shapes: Iterable[tuple[str, Shape, int]]) -> Iterator[str]:
-    """Name the first role whose experts cannot be divided among this many workers; other roles have their sizes from the same key.
-    `tensor`: among how many of these workers each layer is divided."""
-    for role, shape, own in shapes:
-        legal = [str(each) for each in legal_expert_sizes(shape, own) if tensor == 1 or each in (1, tensor)]
-        obeys = role == "actor" or not key.startswith("train") or bool(expert_counts(shape))
-        if (reason := why_not_experts(shape, size)) is not None and obeys:
-            of_role = "" if role == "actor" else f" of the {role}"
-            yield f"{key}: {size} workers cannot divide the experts{of_role} among themselves: {reason}. Use {either(legal)}"
-        elif own % size and tensor == 1:  # otherwise the message about train.tensor_parallel says it
-            whose = f"the {many(own, 'worker')} of the {role if config.cluster.roles else 'run'}"
-            yield f"{key}: {size} does not divide {whose}. Use {either(legal)}"
-        else:
-            continue
-        return
-
-
-def wrong_rollout_experts(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    key, size, tensor = "rollout.expert_parallel", config.rollout.expert_parallel, given_division(config).rollout
-    if size in ("auto", 1) or "rollout" not in algorithm.needs:
-        return
-    if size != tensor:
-        legal = either(["1", str(tensor)][: 1 + (tensor > 1)])
-        yield f"{key}: {size}, but rollout.tensor_parallel is {tensor}: {EXPERTS_OF_GROUP}. Use {legal}"
-        return
-    for role, shape, _ in shapes_of_roles(config, algorithm, device):
-        if role == "actor" and (reason := why_not_experts(shape, size)) is not None:
-            yield f"{key}: {size} workers cannot divide the experts among themselves: {reason}. Use 1"
+def shape_of_role(config: Config, role: str) -> Shape:
+    """Return the shape of a role's model."""
+    return load.shape_of(load.read_config(config.model, None if role == "actor" else getattr(config, role).path))
 
 
 def wrong_modules(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -428,7 +234,7 @@ def divisions_asked_for(config: Config, algorithm: Algorithm) -> Iterator[tuple[
     for role in roles_with_models(config, algorithm):
         own = division.of(config, role)
         with suppress(UserError):  # reported for the model itself
-            shape = load.shape_of(load.read_config(config.model, None if role == "actor" else getattr(config, role).path))
+            shape = shape_of_role(config, role)
             if own.tensor > 1:
                 yield WantedDivision(size_key(config, role, "tensor_parallel"), role, own.tensor, of_layers(own.experts > 1)), shape
             elif own.experts > 1 and expert_counts(shape):
@@ -450,82 +256,15 @@ def told_by_shape(shape: Shape, wanted: WantedDivision) -> bool:
     return why_not_divided(shape, wanted.size, whole_experts=whole) is not None or (whole and of_experts is not None)
 
 
-def knows_workers(config: Config) -> bool:
-    """Return whether the number of workers is known here. Otherwise only the cluster knows it, and it is checked when workers are made."""
-    return not (config.cluster.address and config.cluster.workers == "auto")
-
-
-def roles_with_models(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the roles of a run that have their own model."""
-    return [role for role in used_roles(config, algorithm) if role != "ref" or not shares_model(config)]
-
-
-def shapes_of_roles(config: Config, algorithm: Algorithm, device: str) -> Iterator[tuple[str, Shape, int]]:
-    """Yield each role of a run, the shape of its model as far as it is known before loading, and how many workers have the role."""
-    if not knows_workers(config):
-        return
-    roles = {str(role): count for role, count in config.cluster.roles.items()}
-    workers = count_workers(config, device) * config.cluster.nodes
-    for role in used_roles(config, algorithm) if workers > 1 else ():  # with one worker such keys have no effect
-        own, path = roles.get(role) or workers - sum(roles.values()), None if role == "actor" else getattr(config, role).path
-        with suppress(UserError, UnknownParameters):  # reported for the model itself, or not known before loading
-            if own >= 1:
-                yield role, load.shape_of(load.read_config(config.model, path)), own
-
-
-def used_roles(config: Config, algorithm: Algorithm) -> list[str]:
-    used = {
-        "actor": True,
-        "ref": "ref_logprobs" in algorithm.needs,
-        "critic": bool(algorithm.value_loss),
-        "reward_model": uses_reward_model(config),
-    }
-    return [role for role, wanted in used.items() if wanted]
-
-
-def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """List numbers of workers that cannot share micro-batches."""
-    said = set[tuple[str, int, tuple[int, ...]]]()  # one message for all roles without a key of their own
-    for role, shape, own in shapes_of_roles(config, algorithm, device):
-        parts = given_division(config).of(config, role).tensor  # `auto` respects a given number
-        same = size_key(config, role, "sequence_parallel"), own, tuple(legal_sequence_sizes(shape, own // parts, parts))
-        wrong = wrong_sequence_size(config, role, shape, own // parts, parts)
-        if wrong and own % parts == 0 and same not in said:
-            said.add(same)
-            yield wrong
-
-
-def wrong_probe(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """Refuse a requested probe where passes of the actor's workers wait for other workers. What `auto` divides is known only later."""
-    known = not (config.cluster.address and config.cluster.workers == "auto")  # otherwise only the cluster knows how many there are
-    workers, apart = count_workers(config, device) * config.cluster.nodes, config.cluster.roles
-    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # with one worker such keys have no effect
-        return
-    used = {"actor": True} | {role: role not in apart for role in used_roles(config, algorithm)}
-    given = {"train.shard": shown(config.train.shard)} if shares_parameters(config) else {}
-    for role in (role for role, here in used.items() if here):
-        for key in ("tensor_parallel", "expert_parallel", "sequence_parallel"):
-            by = size_key(config, role, key)
-            size = value_of(config, by)
-            given |= {by: str(size)} if size not in (None, "auto", 1) else {}
-    if given:
-        key, value = next(iter(given.items()))
-        yield f"run.probe: true, but nothing can be measured with {key} = {value}: {WAITS}. Remove one of the keys"
-
-
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """List mistakes about workers: too few devices, an engine or a user's function that does not run on several, and keys that only several
     workers obey."""
     workers = count_workers(config, device)
     if config.cluster.address is None:
         yield from too_many_here(workers, device)
-    yield from unused_by(config, workers)
-    if not (config.cluster.address and config.cluster.workers == "auto"):  # otherwise the cluster knows how many there are
-        yield from too_few(config, workers * config.cluster.nodes)
+    yield from wrong_counts(config, algorithm, device)
     if workers * config.cluster.nodes > 1:
         yield from wrong_on_several(config, algorithm)
-    if config.cluster.nodes > 1 and config.cluster.workers != "auto" and "rollout" in algorithm.needs:
-        yield from wrong_shares(config.reward, workers * config.cluster.nodes, workers)
 
 
 def too_many_here(workers: int, device: str) -> Iterator[str]:
@@ -553,40 +292,9 @@ def open_address(config: Config, device: str) -> str | None:
     return None
 
 
-def too_few(config: Config, workers: int) -> Iterator[str]:
-    """Refuse roles with workers of their own that leave none to the actor. `workers`: number of workers of the run."""
-    roles = config.cluster.roles
-    if roles and workers > 1 and (taken := sum(roles.values())) >= workers:
-        remedy = f"Give roles at most {workers - 1}, or raise cluster.workers"
-        yield f"cluster.roles: {shown(roles)} takes {taken} of the run's {workers} workers, and the actor needs at least one. {remedy}"
-
-
-def unused_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """List roles of `cluster.roles` that have no model in this run."""
-    why = {
-        "critic": None if algorithm.value_loss else f"algorithm.name = {shown(config.algorithm.name)} has no critic",
-        "ref": None
-        if "ref_logprobs" in algorithm.needs
-        else "nothing compares with a reference (algorithm.kl_coef, algorithm.reward_kl_coef)",
-        "reward_model": None if uses_reward_model(config) else 'the reward has no reward model (reward.function = "reward_model")',
-    }
-    if why["ref"] is None and shares_model(config):
-        why["ref"] = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
-    for role in config.cluster.roles:
-        if why[role] is not None:
-            yield f"cluster.roles: {role} would get workers of its own, but {why[role]}. Remove it from the table"
-
-
-def unused_by(config: Config, workers: int) -> Iterator[str]:
-    """List keys that have no effect with this number of workers. If the user has set the number, the configuration refuses them itself."""
-    if config.cluster.workers != "auto":
-        return
-    found = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
-    for key in (key for key in keys() if is_set(config, key)):
-        for each in conditions(key):
-            if "cluster.workers" in each.reads and not holds(found, each):
-                why = f"cluster.workers is auto, which is {workers} here"
-                yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or {each.remedy}"
+def wrong_rollout(config: Config, device: str) -> Iterator[str]:
+    yield from graphs_without_device(config, device)
+    yield from engine_mistakes(config)
 
 
 def wrong_on_several(config: Config, algorithm: Algorithm) -> Iterator[str]:
@@ -598,45 +306,6 @@ def wrong_on_several(config: Config, algorithm: Algorithm) -> Iterator[str]:
             travelling(function.code)
         except UserCodeError as error:
             yield str(function.wrong(error))
-
-
-def wrong_rollout(config: Config, device: str) -> Iterator[str]:
-    yield from graphs_without_device(config, device)
-    yield from engine_mistakes(config)
-
-
-def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    """List settings that have no effect on this device, or with these roles."""
-    yield from unused_roles(config, algorithm)
-    yield from refused_offloads(config, algorithm, device)
-    if not config.train.entropy_recompute and not algorithm.entropy_gradient:
-        remedy = "Remove the key" + (", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else "")
-        yield f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. {remedy}"
-    if config.train.head_recompute != "auto" and not config.train.fused_head:
-        yield (
-            "train.head_recompute: the head is not fused (train.fused_head), and keeps the logits of a micro-batch in any case. Remove one "
-            "of the keys"
-        )
-
-
-def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
-    shared = "ref_logprobs" in algorithm.needs and shares_model(config)
-    apart = config.cluster.roles
-    used = {
-        "critic": algorithm.value_loss,
-        "ref": "ref_logprobs" in algorithm.needs and not shared,
-        "reward_model": uses_reward_model(config),
-    }
-    # Rollouts do not use the actor's shards, nor divided experts.
-    of_copy = samples_from_copy(config) and "rollout" in algorithm.needs
-    others = any(used[role] and role not in apart for role in used)
-    sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
-    for section, role in sections.items():
-        for key in OFFLOADS:
-            alone = role in apart if role != "actor" else not (others or of_copy)
-            reason = why_not(key, role, device, alone=alone, shared=role == "ref" and shared)
-            if reason and getattr(getattr(config, section), key, None) is True:
-                yield f"{section}.{key}: true, but {reason}. Remove the key"
 
 
 def read_training_data(config: Config, algorithm: Algorithm) -> RunData:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from fulltilt.cluster.checks import choose_device, count_workers
+from fulltilt.cluster.checks import choose_device
 from fulltilt.hardware import Accelerator, Cluster, accelerator
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.load import read_config, shape_of
+from fulltilt.plan.legal import count_workers
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import Shape

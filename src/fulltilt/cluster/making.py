@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster import faults
-from fulltilt.cluster.checks import WAITS, TextFacts
+from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.marking import marking
 from fulltilt.cluster.probing import (
@@ -83,6 +83,7 @@ from fulltilt.plan.decisions import (
 )
 from fulltilt.plan.division import Division
 from fulltilt.plan.facts import Facts, RoleFacts, RoleSizes
+from fulltilt.plan.legal import WAITS
 from fulltilt.plan.make import make_plan
 from fulltilt.plan.micro_batches import budgets_by_costs, micro_batch_tokens, update_budget
 from fulltilt.plan.roles import plan_roles

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
@@ -25,13 +25,13 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
 from fulltilt.parallel.entries import COUNT, MOST_NUMBERS
 from fulltilt.parallel.parcels import Parcels, pack_numbers, pack_rows, unpack_numbers, unpack_rows
+from fulltilt.plan.legal import wrong_shares
 from fulltilt.records import ANNOTATED_FIELDS, AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
 from fulltilt.reward.base import RewardPool, RewardStats
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, RewardConfig
-from fulltilt.words import many
 
 WAITING_S = 5.0  # how often a worker that waits for rewards sends a sign of life
 UNSENT = Prompt(-1, np.zeros(0, np.int64), "")  # stands in a head for the prompt, which the driver has
@@ -97,17 +97,6 @@ def build_row(group: Group, spec: RowSpec) -> Row:
         lag=spec.lag,
         rollout_logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), sample.logprobs]),
     )
-
-
-def wrong_shares(config: RewardConfig, size: int, beside: int) -> Iterator[str]:
-    """Describe numbers that cannot be divided among all workers: of processes, on a machine with `beside` workers, and of concurrent calls,
-    over all `size` workers."""
-    for key, given, needed, whose in (
-        ("workers", config.workers, beside, f"{many(beside, 'worker')} of a machine"),
-        ("concurrency", config.concurrency, size, f"{many(size, 'worker')} of the run"),
-    ):
-        if given != "auto" and given < needed:
-            yield f"reward.{key}: {given} cannot be shared by the {whose}, each of which scores its samples. Use at least {needed}, or auto"
 
 
 def share_of_rewards(config: RewardConfig, size: int, beside: int) -> RewardConfig:

@@ -13,10 +13,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fulltilt.cluster.checks import given_division, refuse, too_few, wrong_groups
+from fulltilt.cluster.checks import refuse
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.plan.decisions import size_key
+from fulltilt.plan.legal import given_division, too_few, wrong_groups
 from fulltilt.words import many
 
 

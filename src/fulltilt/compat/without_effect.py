@@ -1,7 +1,7 @@
 """Keys that a run would refuse at its start, because they have no effect in it or do not go together: a translation reports them earlier.
 
 Enters: a configuration. Leaves: our keys, each with an `Outcome`. Guaranteed: no device, file or model is needed; checks that depend on
-them are left to the start of the run (cluster/checks.py). A test compares both.
+them are left to the start of the run (plan/legal.py). A test compares both.
 """
 
 from __future__ import annotations

@@ -59,19 +59,6 @@ class OffloadSetting:
 ON_DEVICE = OffloadSetting()
 
 
-def why_not(key: str, role: str, device: str, *, alone: bool = False, shared: bool = False) -> str | None:
-    """Return why an offload setting of a role has no effect, or None if it may have one. `alone`: whether no other role has a model on the
-    same device. `shared`: whether the role's model is the actor's."""
-    if device != "cuda":
-        return "the run is on the CPU: its memory is the host's already"
-    if key == "offload_params" and shared:
-        return f"the {role} runs the actor's own model without its adapters: it has no parameters that could leave"
-    if key == "offload_params" and alone:
-        others = "no other role has a model of its own" if role == "actor" else "it has workers of its own (cluster.roles)"
-        return f"{others}, so there is no phase in which the {role}'s parameters could be away"
-    return None
-
-
 # ---- memory and copies -----------------------------------------------------------------------------------------------------------------
 
 

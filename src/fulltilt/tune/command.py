@@ -47,12 +47,15 @@ def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: s
 def planned_config(config: Config, hardware: str | None, shape: str | None = None, response: float | None = None) -> PlanReport:
     if missing := not_planned(config):
         raise UserError(f"plan: {missing}")
-    model = named_shape(shape or config.model.path)
+    model = named_shape(config.model.path if shape is None else shape)
     if preset_of(config).rollout:
         check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     else:
         check_response(response, longest_row(config, model), "data.max_tokens")
-    return report_of_own(PlannedRun(config, model, cluster_for(config, hardware), response))
+    run = PlannedRun(config, model, cluster_for(config, hardware), response)
+    if mistakes := run.mistakes():
+        raise UserError("\n".join(mistakes))
+    return report_of_own(run)
 
 
 def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[str, Any], list[str]]:

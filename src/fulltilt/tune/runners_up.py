@@ -15,6 +15,7 @@ from typing import Any
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.plan.cache import MOST_SEQS
+from fulltilt.plan.legal import illegal_on
 from fulltilt.plan.micro_batches import TOKEN_BUDGET
 from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, samples_from_copy, shown, value_of
@@ -22,6 +23,7 @@ from fulltilt.settings import is_set
 from fulltilt.shape import Shape
 from fulltilt.tune.memory_model import MemoryModel, memory_of
 from fulltilt.tune.own import OwnPlan, own_plan
+from fulltilt.tune.shapes import named_shape
 from fulltilt.tune.time_model import seconds_of
 from fulltilt.words import in_bytes, joined
 
@@ -47,8 +49,19 @@ class PlannedRun:
     def but(self, changes: Changes) -> PlannedRun:
         return replace(self, config=changed(self.config, changes))
 
+    def mistakes(self) -> list[str]:
+        """Return what the run would refuse on these devices."""
+        return illegal_on(self.config, self.cluster.gpu.device, self.cluster.gpus, self.shape_of)
+
+    def shape_of(self, role: str) -> Shape:
+        """Return the shape of a role's model; a UserError if it is not known."""
+        path = None if role == "actor" else getattr(self.config, role).path
+        return self.shape if path in (None, self.config.model.path) else named_shape(path)
+
     def outcome(self) -> PredictedPlan | None:
         """Return the prediction for this run; None: it is not legal."""
+        if self.mistakes():
+            return None
         try:
             own = own_plan(self.config, self.shape, self.cluster, self.response)
         except UserError:
@@ -190,7 +203,7 @@ def pointless(config: Config, own: OwnPlan, knob: str) -> bool:
     others = {other.role for other in own.run.others if not other.apart}
     if section != "train":
         return section not in others
-    # The same rule as `refused_offloads` of cluster/checks.py: the run looks at the given keys, before `auto` has sharded anything.
+    # The same rule as `refused_offloads` of plan/legal.py: the run looks at the given keys, before `auto` has sharded anything.
     return not (others or (own.run.rollout and samples_from_copy(config)))
 
 
