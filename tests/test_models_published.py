@@ -346,6 +346,26 @@ def test_the_plan_does_not_speak_of_data_that_was_not_read(tmp_path: Path) -> No
     assert "2 epochs, each step of 64 prompts" in " ".join(by_epochs.reasons) and " an epoch" not in " ".join(by_epochs.reasons)
 
 
+def test_a_description_may_have_other_gpus_and_another_model(tmp_path: Path) -> None:
+    """Its other roles too. What the file's own GPUs or model could not do is no mistake then."""
+    other = tmp_path / "other.toml"
+    text = '[model]\nshape = "Qwen2.5-7B"\ncritic = true\n[hardware]\ngpus = "8xH100"\n[train]\nlayout = "{}"\n'
+    other.write_text(text.format("tp8"))
+    with pytest.raises(UserError, match="28 attention heads cannot be divided evenly among 8"):
+        command.described(other, None, None, None)
+    assert command.described(other, None, "Llama-3-8B", None).run.shape == named_shape("Llama-3-8B")
+    other.write_text(text.format("tp4pp4"))
+    with pytest.raises(UserError, match="8 GPUs cannot be divided into groups of 16"):
+        command.described(other, None, None, None)
+    given, larger = (command.described(other, "16xH200", shape, None) for shape in (None, "Qwen2.5-14B"))
+    (critic,), (larger_critic,) = given.run.others, larger.run.others
+    assert given.run.cluster.gpus == critic.run.cluster.gpus == 16 and critic.run.gpu.name == "H200"
+    assert len(critic.run.shape.layers) == 28 and len(larger_critic.run.shape.layers) == 48
+    assert larger.seconds.phases["update-critic"].total > 1.5 * given.seconds.phases["update-critic"].total
+    with pytest.raises(UserError, match="4 GPUs cannot be divided into groups of 16"):
+        command.described(other, "4xH100", None, None)
+
+
 def test_mistakes_of_the_command_line_are_told_once_and_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--response-tokens 5000: responses end at \d+ tokens \(rollout.max_new_tokens\)"):
         planned(tmp_path, response=5000)

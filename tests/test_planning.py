@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from fulltilt.plan.make import plan_of
 from fulltilt.records import UserError
 from fulltilt.shape import Shape
 from fulltilt.tune import command, report, tables
+from fulltilt.tune.changes import ChangeableRun
 from fulltilt.tune.memory_model import memory_of, parameters
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport
-from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, changed
+from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, changed, single_changes
 from fulltilt.tune.shapes import named_shape
 
 ROOT = Path(__file__).parents[1]
@@ -334,6 +336,62 @@ def test_a_mistake_is_not_a_lack_of_memory(tmp_path: Path) -> None:
         planned(tmp_path, "rollout.max_new_tokens=140000", hardware="8xH20")
 
 
+def test_limits_beyond_the_models_positions_are_no_mistake(tmp_path: Path) -> None:
+    """data.max_prompt_tokens and data.max_tokens say which rows are left out; those that stay may be shorter."""
+    found = planned(tmp_path, "rollout.max_new_tokens=3500", shape="Llama-2-7B")
+    assert found.fits and found.run.lengths.most_prompt == 4096 - 3500
+    assert "prompts have at most 596 tokens here: the model has no positions for data.max_prompt_tokens = 1024" in found.reasons
+    rows = planned(tmp_path, "algorithm.name=sft", "data.max_tokens=8192", "~reward.function", shape="Llama-2-7B")
+    assert rows.fits and rows.run.lengths.longest_row == 4096
+    assert "rows have at most 4096 tokens here: the model has no positions for data.max_tokens = 8192" in rows.reasons
+    usual = planned(tmp_path, "rollout.max_new_tokens=3072", shape="Llama-2-7B")
+    assert usual.run.lengths.most_prompt == 1024 and not any("positions" in reason for reason in usual.reasons)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware", "said"),
+    [
+        (("run.device=cpu",), "8xH100", '--hardware 8xH100: the run has other devices: run.device = "cpu"'),
+        (("run.device=cuda",), "CPU", '--hardware CPU: the run has other devices: run.device = "cuda"'),
+        ((), "4xCPU", "--hardware 4xCPU: on CPUs a run has one worker on each machine, .* Set cluster.workers = 4, or give 1xCPU"),
+    ],
+)
+def test_devices_that_the_run_does_not_take_are_refused(tmp_path: Path, settings: tuple[str, ...], hardware: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        planned(tmp_path, *settings, hardware=hardware)
+
+
+def test_devices_that_nobody_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    of_cpu = command.planned(tmp_path / "run.toml", ["run.device=cpu"], None, "Qwen2.5-0.5B", None)
+    assert of_cpu.run.cluster.gpu.is_cpu
+    with pytest.raises(UserError, match=r"one worker, which .*\n(.*\n)*One H100 was assumed. .* as in --hardware 8xH100-80GB"):
+        command.planned(tmp_path / "run.toml", ["train.shard=full"], None, None, None)
+
+
+def test_remedies_can_be_typed_where_groups_are_too_small(tmp_path: Path) -> None:
+    """A `shard_size` cannot be left out alone."""
+    settings = ("train.shard=hybrid", "train.shard_size=2", "train.tensor_parallel=1", "rollout.tensor_parallel=1")
+    offloads = ("train.offload_optimizer=false", "train.offload_grads=false")
+    found = planned(tmp_path, *settings, *offloads, hardware="16xH200", shape="Qwen2.5-32B")
+    assert not found.fits and found.remedies()
+    (tmp_path / "run.toml").write_text(RUN)
+    run = PlannedRun(load(tmp_path / "run.toml", settings, here=False), named_shape("Qwen2.5-32B"), found.run.cluster, None)
+    words = [words for words, _ in single_changes(run)]
+    assert words and "train.shard_size left out" not in words
+
+
+def test_improvements_are_settings_that_the_run_accepts(tmp_path: Path) -> None:
+    """A probe that is asked for measures nothing where a pass waits for other workers, so that dividing anything is refused."""
+    (tmp_path / "run.toml").write_text(RUN)
+    run = PlannedRun(load(tmp_path / "run.toml", ["run.probe=true"], here=False), named_shape("Qwen2.5-7B"), Cluster.parse("8xH100"), None)
+    offered = [change.setting for change in ChangeableRun(run, own_plan(run.config, run.shape, run.cluster, None).run).single()]
+    assert offered
+    for settings in offered:
+        changed_run = replace(run, config=load(tmp_path / "run.toml", ["run.probe=true", *settings.split()], here=False))
+        assert changed_run.mistakes() == [], settings
+
+
 def test_sizes_that_cannot_be_are_refused_with_the_legal_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.tensor_parallel: 3 does not divide the 8 workers of the run. Use 1, 2 or 4"):
         planned(tmp_path, "cluster.workers=8", "train.tensor_parallel=3")
@@ -351,7 +409,7 @@ def test_sizes_that_cannot_be_are_refused_with_the_legal_ones(tmp_path: Path) ->
         ("gsm8k/sft", (), "8xH100", "Qwen2.5-32B"),
         ("math/dapo", ("algorithm.entropy_coef=0.001",), "16xH100", "Qwen3-30B-A3B"),
         ("chat/ppo", ("cluster.workers=8", "cluster.roles={critic=2}", "algorithm.kl_coef=0.01"), "8xH100", "Qwen2.5-7B"),
-        ("chat/ppo", ("train.shard=full",), "4xCPU", "Qwen2.5-0.5B"),
+        ("chat/ppo", ("cluster.workers=4", "train.shard=full"), "4xCPU", "Qwen2.5-0.5B"),
     ],
 )
 def test_each_knob_has_a_reason_that_is_told(

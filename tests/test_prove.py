@@ -23,6 +23,7 @@ from fulltilt.cluster import checks, making, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
+from fulltilt.plan import legal
 from fulltilt.proofs import measure, run, setup
 from fulltilt.proofs.cases import GRADIENT_TOLERANCE, ProofCase, all_cases
 from fulltilt.proofs.measure import Measurement
@@ -299,7 +300,7 @@ def test_a_role_that_says_something_else_does_not_hold(small: ProofSetup, monkey
 
 
 def test_a_setting_that_a_cpu_must_refuse(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "refused_offloads", lambda config, algorithm, device: iter(()))
+    monkeypatch.setattr(legal, "refused_offloads", lambda config, algorithm, device: iter(()))
     (record,) = results_of(cases_of(small, "train.offload_grads", role="sft"), small)
     assert (record.holds, record.reason) == (False, "a run on a CPU accepts the setting, although it has no effect there")
 

@@ -25,6 +25,7 @@ from fulltilt.cluster.hosts import WorkerDied, WorkerError
 from fulltilt.loop import opening
 from fulltilt.loop.run import Summary
 from fulltilt.observe.console import Console
+from fulltilt.plan import legal
 from fulltilt.records import UserError
 from fulltilt.words import many
 
@@ -143,7 +144,7 @@ def test_a_restart_goes_on_with_the_workers_that_it_had_or_says_that_they_are_fe
 ) -> None:
     """As many as there are devices for (`auto`), which were three."""
     devices, seen = [3], list[int]()
-    for file in (assembly, checks):
+    for file in (assembly, checks, legal):
         monkeypatch.setattr(file, "count_workers", lambda config, device: devices[0])
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:

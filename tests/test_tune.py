@@ -286,6 +286,18 @@ def test_a_prediction_needs_neither_devices_nor_files(written: Path, capsys: pyt
         call("tune", "run.toml", "--shape", "Qwen2.5-7B")
 
 
+def test_a_prediction_refuses_what_the_run_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the model, whose shape is given: nothing is looked up."""
+    monkeypatch.setattr("fulltilt.model.load.read_config", lambda *given, **more: pytest.fail("a model was looked up"))
+    wrong = config_of("model.path=nowhere/unknown", "train.shard=hybrid", "train.shard_size=3")
+    with pytest.raises(UserError, match=r"train.shard_size: 3 does not divide the 4 workers of the run into groups. Use 2 or 4"):
+        tuning.predicted(wrong, SHAPE, Cluster.parse("4xH100"), finalists=1, response=None)
+    monkeypatch.setattr(tuning, "space_of", lambda *given: SMALL[:1])
+    config = config_of("model.path=nowhere/unknown", "train.shard=optimizer", "train.tensor_parallel=1")
+    found = tuning.predicted(config, SHAPE, Cluster.parse("4xH100"), finalists=1, response=None)
+    assert found.searched.predicted == 3 and len(found.overlay.trials) == 2
+
+
 def call(*arguments: str) -> None:
     cli.app(list(arguments), standalone_mode=False)
 

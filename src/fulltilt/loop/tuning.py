@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,8 +37,10 @@ from fulltilt.schema import Config
 from fulltilt.shape import Shape
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.tune import overlay as overlays
+from fulltilt.tune.command import refuse_mistakes
 from fulltilt.tune.description import AS_MODELLED, Calibration
 from fulltilt.tune.overlay import Applied, Overlay, Trial, TunedFor, tuned_for
+from fulltilt.tune.runners_up import PlannedRun
 from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_of, with_settings
 from fulltilt.words import first_line, many
 
@@ -115,7 +118,8 @@ def tune(config: Config, *, steps: int, finalists: int, response: float | None, 
         say("measuring auto")
         take_turn(config, auto, steps)  # its responses are the basis of predictions for others
         seen = response if response is not None or not auto.response else sum(auto.response) / len(auto.response)
-        found = proposals(config, shape, cluster, seen, finalists, auto.calibration)
+        rules = partial(refused_here, cluster)
+        found = proposals(SettingsPredictor(config, shape, cluster, seen, rules, auto.calibration), finalists)
         say(in_words(found))
         auto.predicted_s = found.auto.seconds.total
         others = [Candidate(own.knobs, own.prediction.seconds.total) for own in found.finalists if own.knobs][:finalists]
@@ -135,7 +139,12 @@ def take_turns(config: Config, candidates: Sequence[Candidate], steps: int, say:
 
 def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int, response: float | None) -> Tuning:
     """Search without measuring, for devices that are not here."""
-    found = proposals(config, shape, cluster, response, finalists)
+    refuse_mistakes(PlannedRun(config, shape, cluster, response))
+
+    def rules(checked: Config) -> list[str]:
+        return PlannedRun(checked, shape, cluster, response).mistakes()
+
+    found = proposals(SettingsPredictor(config, shape, cluster, response, rules), finalists)
     best = found.finalists[0].knobs if found.finalists else {}
     others = [own for own in found.finalists if own.knobs][:finalists]
     trials = [Trial({}, found.auto.seconds.total, failed="" if found.auto.fits else "does not fit")]
@@ -149,22 +158,14 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
     return Tuning(Overlay(best, made, tuple(trials)), found)
 
 
-def proposals(
-    config: Config, shape: Shape, cluster: Cluster, response: float | None, finalists: int, calibration: Calibration = AS_MODELLED
-) -> SearchResult:
+def refused_here(cluster: Cluster, config: Config) -> list[str]:
+    """Return what a run on the devices here refuses. Its models are here too."""
+    return wrong_settings(config, build(config), cluster.gpu.device)
+
+
+def proposals(predict: SettingsPredictor, finalists: int) -> SearchResult:
     """Return the fastest settings by prediction, perhaps including `auto`."""
-
-    def mistakes(checked: Config) -> list[str]:
-        workers = checked.cluster.model_copy(update={"workers": max(1, cluster.gpus // checked.cluster.nodes)})
-        return wrong_settings(checked.model_copy(update={"cluster": workers}), build(checked), cluster.gpu.device)
-
-    known = mistakes(config)  # for example, that devices are not here
-
-    def rules(checked: Config) -> list[str]:
-        return [text for text in mistakes(checked) if text not in known]
-
-    predictor = SettingsPredictor(config, shape, cluster, response, rules, calibration)
-    return search(predictor, space_of(config, shape, cluster, response), finalists + 1)
+    return search(predict, space_of(predict.config, predict.shape, predict.cluster, predict.response), finalists + 1)
 
 
 def in_words(found: SearchResult) -> str:

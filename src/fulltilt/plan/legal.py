@@ -157,7 +157,8 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
         yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
     elif known and max(workers, *apart, 1) == 1:
-        yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
+        one = "each role" if apart else "the run"
+        yield f'train.shard: "{train.shard}", but {one} has one worker, which shares nothing out. Remove the key, or set cluster.workers'
     elif known:
         yield from wrong_groups(config, workers + sum(apart))
     for key, why in unshared(config).items():
@@ -181,8 +182,8 @@ def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     for role in undivided(given):
         alike = " with the same part of the model" if parts[role] > 1 else ""
         whose = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}{alike}"
-        remedy = either(legal or ['train.shard = "full"'])
-        yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
+        remedy = f"Use {either(legal)}" if legal else 'Set train.shard = "full", and remove train.shard_size'
+        yield f"train.shard_size: {given} does not divide {whose} into groups. {remedy}"
 
 
 def given_division(config: Config) -> Division:
@@ -263,7 +264,8 @@ def wrong_experts(config: Config, algorithm: AlgorithmFacts, shapes: RoleShapes)
             yield f"{key}: {size}, but {by} = {tensor}: {EXPERTS_OF_GROUP}. Use {either(['1', str(tensor)])}"
             continue
         if config.train.shard == "hybrid" and tensor == 1:
-            yield f'{key}: {size}, but train.shard = "hybrid": {NO_COPIES}. Remove one of the keys, or set train.shard = "full"'
+            remedy = f'Remove {key}, or set train.shard = "full" and remove train.shard_size'
+            yield f'{key}: {size}, but train.shard = "hybrid": {NO_COPIES}. {remedy}'
         for other, why in UNDIVIDED.items():
             if value_of(config, other) is True:
                 yield f"{key}: {size}, but {other} is true: {why}. Remove one of the keys"

@@ -130,6 +130,8 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config | None:
 
 
 def planned_of(planned: PlannedRun) -> OwnPlan | None:
+    if planned.mistakes():
+        return None
     try:
         return own_plan(planned.config, planned.shape, planned.cluster, planned.response)
     except UserError:

@@ -30,12 +30,7 @@ def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tu
 
 def described(path: Path, hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """Return the report of a run that is described by hand."""
-    run = description.read(path)
-    if hardware is not None:
-        run = replace(run, cluster=Cluster.parse(hardware, run.cluster.gpus))
-    if shape is not None:
-        run = replace(run, shape=named_shape(shape))
-    description.check_layout(run)
+    run = description.read(path, hardware, shape)
     check_response(response, run.lengths.most_response, "lengths.most_response")
     return report_of(run if response is None else run.with_response(response))
 
@@ -54,9 +49,17 @@ def planned_config(config: Config, hardware: str | None, shape: str | None = Non
     else:
         check_response(response, longest_row(config, model), "data.max_tokens")
     run = PlannedRun(config, model, cluster_for(config, hardware), response)
-    if mistakes := run.mistakes():
-        raise UserError("\n".join(mistakes))
+    refuse_mistakes(run, assumed=hardware is None)
     return report_of_own(run)
+
+
+def refuse_mistakes(run: PlannedRun, *, assumed: bool = False) -> None:
+    """Raise a UserError with everything that a run on these devices would refuse. `assumed`: whether the user has not named the devices."""
+    mistakes = run.mistakes()
+    if mistakes and assumed and run.cluster.gpus == 1 and not run.cluster.gpu.is_cpu:
+        mistakes.append(f"One {run.cluster.gpu.name} was assumed. If the run has other devices, name them, as in --hardware 8xH100-80GB")
+    if mistakes:
+        raise UserError("\n".join(mistakes))
 
 
 def beside(configs: Mapping[str, Config], hardware: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -101,14 +104,18 @@ def not_planned(config: Config) -> str:
 
 
 def cluster_for(config: Config, hardware: str | None) -> Cluster:
-    """Return the GPUs that the run is planned for: as many as its configuration asks for, if it does."""
-    workers, nodes = config.cluster.workers, config.cluster.nodes
+    """Return the devices that the run is planned for: of the kind and as many as its configuration asks for, if it does."""
+    workers, nodes, device = config.cluster.workers, config.cluster.nodes, config.run.device
+    found = Cluster.parse(hardware or ("CPU" if device == "cpu" else "H100"), nodes if workers == "auto" else workers * nodes)
+    if device not in ("auto", found.gpu.device):
+        raise UserError(f"--hardware {hardware}: the run has other devices: run.device = {shown(device)}. Change one of them")
     if workers == "auto":
-        found = Cluster.parse(hardware or "H100", nodes)
+        if found.gpu.is_cpu and found.gpus != nodes:
+            why = "on CPUs a run has one worker on each machine, unless cluster.workers says more"
+            raise UserError(f"--hardware {hardware}: {why}. Set cluster.workers = {max(1, found.gpus // nodes)}, or give {nodes}xCPU")
         if found.gpus % nodes:
             raise UserError(f"--hardware {hardware}: {found.gpus} GPUs cannot be shared out evenly among {nodes} machines (cluster.nodes)")
         return found if nodes == 1 else replace(found, per_machine=found.gpus // nodes)
-    found = Cluster.parse(hardware or "H100", workers * nodes)
     if found.gpus != workers * nodes:
         asked = f"cluster.workers = {workers}" + (f" and cluster.nodes = {nodes} ask" if nodes > 1 else " asks")
         raise UserError(f"--hardware {hardware}: the run has {many(workers * nodes, 'GPU')}, for which {asked}. Change one of them")

@@ -349,12 +349,6 @@ def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape:
         )
 
 
-def check_layout(run: RunDescription) -> None:
-    """Refuse a run that cannot be laid out as described. A published row may be an exception, so that not all runs are checked."""
-    if wrong := [*wrong_layout(run.layout, run.backend, run.cluster, run.shape, run.engine.tensor)]:
-        raise UserError("\n".join(f"{run.name or 'description'}: {mistake}" for mistake in wrong))
-
-
 LAYOUT_WORD = re.compile(r"([a-z]+)[\s_=:]*([0-9]{0,7})")
 SEPARATORS = " \t\n_,;+/-"
 WITHOUT_SIZE = {"all", "dp", "fsdp"}  # words of a layout that mean all GPUs if no size follows
@@ -403,23 +397,29 @@ LIMITED: tuple[tuple[str, str, str, Any], ...] = (
 ALTERNATIVES = (("model", "train"), ("train", "batch"))
 
 
-def read(path: Path) -> RunDescription:
+def read(path: Path, hardware: str | None = None, shape: str | None = None) -> RunDescription:
+    """Return the run that a file describes. `hardware`, `shape`: those to take instead of the file's."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read: {getattr(error, 'strerror', error)}. Give a TOML file as docs/planning.md shows it"
         ) from error
-    return describe(given, str(path))
+    return describe(given, str(path), hardware, shape)
 
 
-def describe(given: Mapping[str, Any], name: str = "description") -> RunDescription:
-    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake."""
+def describe(
+    given: Mapping[str, Any], name: str = "description", hardware: str | None = None, instead: str | None = None
+) -> RunDescription:
+    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake. `hardware`, and `instead`
+    for the name of the shape: those to take instead of the file's."""
     parts = {section: dict(own) if isinstance(own := given.get(section, {}), Mapping) else {} for section in ("hardware", *TYPES)}
     mistakes = [*wrong_sections(given), *wrong_keys(parts)]
     model, train, batch = parts["model"], parts["train"], parts["batch"]
     shape = taken("model.shape", lambda: named_shape(model["shape"]), mistakes)
     cluster = taken("hardware", lambda: Cluster.of_figures(parts["hardware"]), mistakes)
+    shape = shape if instead is None else named_shape(instead)
+    cluster = cluster if hardware is None else Cluster.parse(hardware, cluster.gpus if cluster else 1)
     layout = taken("train.layout", lambda: described_layout(train.get("layout", "")), mistakes)
     wrong = {mistake.place for mistake in mistakes}
     backend: Backend = train.get("backend", model.get("backend", "megatron"))

@@ -89,7 +89,7 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
     run = replace(run, others=tuple(replace(own, apart=teams[own.role] is not first) for own in others))
     every = list(dict.fromkeys(teams.values()))
     refused = "; ".join(team.refused for team in every if team.refused)
-    words = (steps_in_words(config), *unknown, *notes(config, settings))
+    words = (steps_in_words(config), *unknown, *notes(config, settings, lengths))
     knobs = knobs_of(config, teams)
     return OwnPlan(run, knobs, words, refused, reasons_of(config, teams, knobs))
 
@@ -99,13 +99,20 @@ def lengths_of(config: Config, shape: Shape, response: float | None) -> Lengths:
     longest = longest_row(config, shape)
     if not preset_of(config).rollout:
         return Lengths(0, longest, 0.0, min(longest, longest / 4 if response is None else response))
-    longest, prompt = longest_response(config), config.data.max_prompt_tokens
+    longest, prompt = longest_response(config), longest_prompt(config, shape)
     return Lengths(prompt, longest, min(PROMPT_TOKENS, prompt / 2), min(longest, longest / 4 if response is None else response))
+
+
+def longest_prompt(config: Config, shape: Shape) -> int:
+    """Return the tokens of the longest prompt that there may be: beside the longest response the model must have positions for it."""
+    most = config.data.max_prompt_tokens
+    return most if shape.positions is None else min(most, max(1, shape.positions - longest_response(config)))
 
 
 def longest_row(config: Config, shape: Shape) -> int:
     """Return the tokens of the longest row of SFT."""
-    return config.data.max_tokens or min(ROW_TOKENS, shape.positions or ROW_TOKENS)
+    most = config.data.max_tokens or ROW_TOKENS
+    return most if shape.positions is None else min(most, shape.positions)
 
 
 def shapes_of(config: Config, shape: Shape, settings: Mapping[str, Any]) -> tuple[dict[str, Shape], list[str]]:
@@ -368,9 +375,16 @@ def steps_in_words(config: Config) -> str:
     return f"{each} {prompts} x {samples} = {many(count, 'sample')}, {updates}"
 
 
-def notes(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
+def notes(config: Config, settings: Mapping[str, Any], lengths: Lengths) -> Iterator[str]:
     """Yield the assumptions, and what the seconds leave out."""
     preset = preset_of(config)
+    key, most, taken = (
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens, lengths.most_prompt) if preset.rollout
+        else ("data.max_tokens", config.data.max_tokens or 0, lengths.longest_row)
+    )  # fmt: skip
+    if taken < most:
+        whose = f"prompts have at most {many(taken, 'token')}" if preset.rollout else f"rows have at most {many(taken, 'token')}"
+        yield f"{whose} here: the model has no positions for {key} = {most}"
     if not preset.rollout and config.data.max_tokens is None:
         yield "rows count with the longest that the model may have, at most 4096 tokens (data.max_tokens says another number)"
     if settings.get("dynamic_sampling"):

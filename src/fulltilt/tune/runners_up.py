@@ -287,7 +287,7 @@ def remedies(planned: PlannedRun) -> list[Remedy]:
 def single_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     config, gpus, set_by_hand = planned.config, planned.cluster.gpus, by_hand(planned.config)
     device = planned.cluster.gpu.device
-    changes = [{key: left_alone(key)} for key in set_by_hand]
+    changes = [{key: left_alone(key)} for key in set_by_hand if key != "train.shard_size"]  # "hybrid" needs it
     budget = value_of(config, "actor.token_budget")
     tokens = budget if isinstance(budget, int) else TOKEN_BUDGET[device]
     changes += [{"actor.token_budget": tokens // part} for part in (2, 4, 8) if tokens // part >= LEAST_TOKENS]
