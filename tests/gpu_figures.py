@@ -1,6 +1,6 @@
 """A part of what docs/performance.md and docs/planning.md say of one GPU and of workers that share it, measured by one command.
 
-    python tests/gpu_figures.py OUT                           # all parts, about 25 minutes on an H200
+    python tests/gpu_figures.py OUT                           # all parts, about 30 minutes on an H200
     python tests/gpu_figures.py OUT graphs equal              # some of them
     python tests/gpu_figures.py OUT --minutes 9               # as many as end within 9 minutes
     python tests/gpu_figures.py OUT equal predictions-0.5B --device cpu       # tiny, to try the script
@@ -98,11 +98,21 @@ PARTS: Mapping[str, Part] = {
     "predictions-2.7B-A0.5B": predictions(
         "2.7B-A0.5B", 20, 8, 448, "train.recompute=full", "actor.token_budget=8192", "train.offload_optimizer=true",
     ),
-    "predictions-1.5B-short": predictions(
-        "1.5B", 20, 4, 512, "train.fused_head=false actor.token_budget=8192", "rollout.max_seqs=56 train.recompute=full", steps=1,
-    ),
     "predictions-0.5B-short": predictions(
-        "0.5B", 28, 8, 576, "rollout.max_seqs=128", "train.recompute=full actor.token_budget=8192",
+        "0.5B", 28, 8, 576,
+        "rollout.max_seqs=128", "train.recompute=full actor.token_budget=8192", "train.head_recompute=true",
+        "train.recompute=selective train.offload_optimizer=true",
+    ),
+    "predictions-1.5B-short": predictions(
+        "1.5B", 20, 4, 640,
+        "train.fused_head=false actor.token_budget=8192", "rollout.max_seqs=56 train.recompute=full", "train.recompute=selective",
+        "actor.token_budget=32768", steps=1,
+    ),
+    "predictions-7B-short": predictions(
+        "7B", 8, 6, 448, "train.recompute=full actor.token_budget=8192", "rollout.max_seqs=32", "train.recompute=selective", steps=1,
+    ),
+    "predictions-2.7B-A0.5B-short": predictions(
+        "2.7B-A0.5B", 24, 8, 320, "train.recompute=full", "rollout.max_seqs=96", "train.head_recompute=true",
     ),
     "control": script("gpu_control", limit_s=300),
     "long": script("gpu_parts", "long", limit_s=600),
