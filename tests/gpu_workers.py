@@ -41,6 +41,7 @@ from fulltilt.bench.device import let_go
 from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import commit
 from fulltilt.cluster.assembly import RunParts, assemble, torch_as_it_was
+from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -135,7 +136,8 @@ def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
     with contextlib.chdir(folder), torch_as_it_was():
         parts = assemble(configuration.load("run.toml", list(settings)))
         try:
-            yield parts
+            with freeze_existing_objects():  # as a run does: collecting garbage among them took 0.25 s of one step in five
+                yield parts
         finally:
             parts.close()
 
