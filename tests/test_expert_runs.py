@@ -235,7 +235,7 @@ REFUSED = {
     "shared out": (
         "qwen3-moe",
         ("cluster.workers=4", TWO, "train.shard=hybrid", "train.shard_size=2"),
-        r'"hybrid": its groups must be copies .* Remove one',
+        r'"hybrid": its groups must be copies .* Remove train.expert_parallel, or set train.shard = "full" and remove train.shard_size$',
     ),
     "other layers": (
         "qwen3-moe",

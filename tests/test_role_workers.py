@@ -354,7 +354,8 @@ REFUSED = {
     ),
     "no groups": (
         ("cluster.workers=3", "cluster.roles={ref = 2}", "train.shard=hybrid", "train.shard_size=2"),
-        'train.shard_size: 2 does not divide the 1 worker of the actor into groups. Use train.shard = "full"$',
+        'train.shard_size: 2 does not divide the 1 worker of the actor into groups. Set train.shard = "full", and remove '
+        "train.shard_size$",
     ),
 }  # fmt: skip
 
