@@ -466,6 +466,31 @@ def test_a_token_budget_that_cannot_fit_is_halved() -> None:
     assert any("at most 8192 tokens (auto: as in the checkpoint that the run resumes from)" in text for text in words)
 
 
+def test_a_token_budget_whose_activations_would_not_fit_the_host_is_halved() -> None:
+    """With 16384 tokens the activations of full recompute, 2.7 GiB, would leave the device; there is too little main memory for them."""
+    lora = RoleFacts.of_shape(Shape.named("7B"), config(lora={"rank": 16}), "cuda", learns=True)
+    where = hardware(device_gib=22, longest=512, actor=lora)
+    ample = settled(where)
+    assert ample.budgets == {"actor": 16384} and ample.settings["actor"].offload_activations
+    exported = lora.parameter_bytes
+    short = settled(replace(where, host_bytes=exported + GIB))
+    own, tokens = short.settings["actor"], short.budgets["actor"]
+    assert tokens < 16384 and own.offload_activations * tokens * lora.kept_bytes(vars(own)) <= GIB
+    # A budget that was set by hand is not changed, but refused.
+    with pytest.raises(UserError, match=r"offload: the actor's activations .* do not fit into the host's memory"):
+        settled(replace(where, host_bytes=exported + GIB), actor={"token_budget": 16384})
+
+
+def test_one_worker_of_a_machine_has_the_whole_actor_in_main_memory_for_a_checkpoint() -> None:
+    """`host_bytes` is one worker's share: eight workers need the weights on their way into a checkpoint once, not eight times."""
+    alone = hardware(device_gib=80, host_gib=80, actor=transformer(7))
+    with pytest.raises(UserError, match=r"weights on their way into a checkpoint \(13.0 GiB\) do not fit"):
+        settled(alone)
+    assert settled(replace(alone, beside=8)).settings["actor"].offload_optimizer
+    with pytest.raises(UserError, match=r"weights on their way into a checkpoint \(1.6 GiB\) do not fit"):
+        settled(replace(alone, beside=8, host_bytes=79 * GIB))
+
+
 def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(
         UserError,

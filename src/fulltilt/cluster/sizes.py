@@ -135,6 +135,7 @@ def find_facts(
         device=device.type,
         device_bytes=device_bytes(device, ranks),
         host_bytes=ranks.least(free_bytes(torch.device("cpu")), device) // ranks.beside,
+        beside=ranks.beside,
         roles=roles,
         longest=texts.longest,
         steps_per_epoch=texts.steps_per_epoch,

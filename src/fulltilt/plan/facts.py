@@ -160,7 +160,7 @@ class Facts:
 
     device: str  # "cuda" or "cpu"
     device_bytes: int  # memory of the device; 0 on a CPU
-    host_bytes: int  # free memory of the host
+    host_bytes: int  # free main memory: one worker's share, where several share a machine
     roles: Mapping[str, RoleFacts]  # the roles that have a model of their own: the actor and others, or one role with workers of its own
     longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
     steps_per_epoch: int
@@ -177,6 +177,7 @@ class Facts:
     parts: int = 1  # number of workers that share each layer
     rollout_parts: int = 1  # number of workers that share each layer of the model that an engine reads
     copy_bytes: int = 0  # parameters of an engine's copy that is divided in another way than the actor
+    beside: int = 1  # workers of a machine, which share its main memory
     within: int | None = None  # a number that the sizes of groups on one machine divide; None: all workers are on one machine
     division: tuple[str, ...] = ()  # how `auto` has divided the models, and why, in words
     divisions: Mapping[str, RoleSizes] = field(

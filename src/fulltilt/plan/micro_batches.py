@@ -12,7 +12,7 @@ from typing import Any
 
 from fulltilt.plan.decisions import KEPT_AS, Decisions, RolePlan, longest_row, unless_auto
 from fulltilt.plan.facts import Facts, RoleFacts
-from fulltilt.plan.resident import left_for_update
+from fulltilt.plan.resident import exported_on_host, left_for_update, states_on_host
 from fulltilt.records import UpdateCosts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes, many
@@ -65,7 +65,9 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     most, bonus = ENLARGED * tokens, bool(config.algorithm.entropy_coef)
     left = left_for_update(config, made, facts, role)
     available, longest = BUDGET_SHARE * left, longest_row(config, facts)  # a longer row has a micro-batch alone, whatever the budget
-    while tokens > max(LEAST_BUDGET, longest) and least_update_bytes(config, model, tokens, given) > left:
+    of_host = facts.host_bytes - sum({**states_on_host(made, facts), **exported_on_host(facts)}.values())
+    of_host //= sum(bool(other.trained) for other in facts.roles.values())  # each may move activations to the host
+    while tokens > max(LEAST_BUDGET, longest) and not update_can_fit(config, model, tokens, given, left, of_host):
         tokens //= 2
     if tokens < update_budget(config, facts.device, role, {}):
         return tokens
@@ -92,13 +94,15 @@ def budget_reasons(
     return found
 
 
-def least_update_bytes(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any]) -> int:
-    """Estimate the bytes of the device that a micro-batch takes with all recompute and offload of activations that `auto` may choose;
-    one layer's activations are still on the device while they move to the host."""
+def update_can_fit(config: Config, model: RoleFacts, tokens: int, given: Mapping[str, Any], left: int, of_host: int) -> bool:
+    """Return whether a micro-batch fits with all recompute and offload of activations that `auto` may choose. `left`: bytes of the device;
+    `of_host`: bytes of main memory. One layer's activations are still on the device while they move to the host."""
     keys, own = {**given, "recompute": "full" if given["recompute"] == "auto" else given["recompute"]}, -(-tokens // model.division.members)
-    found = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef))
+    taken, kept = model.update_bytes(own, keys, entropy_gradient=bool(config.algorithm.entropy_coef)), own * model.kept_bytes(keys)
     layers = len(model.shape.layers)
-    return found if given["offload_activations"] is False else found - own * model.kept_bytes(keys) * (layers - 1) // layers
+    return taken <= left or (
+        given["offload_activations"] is not False and kept <= of_host and taken - kept * (layers - 1) // layers <= left
+    )
 
 
 def budgets_by_costs(config: Config, facts: Facts, roles: RolePlan, costs: Mapping[str, UpdateCosts]) -> RolePlan:

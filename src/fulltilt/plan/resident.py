@@ -56,6 +56,27 @@ def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
     return max(role_resident(keys, facts, role, role) - role_resident(keys, facts, role, None) for role in facts.roles)
 
 
+def states_on_host(made: Decisions, facts: Facts) -> dict[str, int]:
+    """Return the bytes of parameters and optimizers that a worker keeps in main memory, as far as that is decided."""
+    found: dict[str, int] = {}
+    for role, model in facts.roles.items():
+        keys, sharding = made.keys[role], facts.sharding_of(role)
+        held = model.held(sharding)
+        kinds = {"optimizer": held.optimizer, "params": held.parameters if sharding.parameters else model.parameter_bytes}
+        moved = {kind: count for kind, count in kinds.items() if keys.get(f"offload_{kind}") is True and count}
+        found |= {f"the {role}'s {'parameters' if kind == 'params' else kind}": count for kind, count in moved.items()}
+    return found
+
+
+def exported_on_host(facts: Facts) -> dict[str, int]:
+    """Return a worker's share of the main memory that weights take on their way into a checkpoint: one worker of the machine has the whole
+    actor there."""
+    if "actor" not in facts.roles or not facts.actor.trained:
+        return {}
+    parts = max(facts.actor.division.members, facts.actor.division.experts)
+    return {"weights on their way into a checkpoint": -(-facts.actor.parameter_bytes * parts // facts.beside)}
+
+
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
     """Return the bytes of the device beside the resident ones in a role's update."""
     left = int((1 - SLACK) * facts.device_bytes) - resident(made.keys, facts, role)

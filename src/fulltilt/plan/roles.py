@@ -12,7 +12,7 @@ from typing import Any
 from fulltilt.plan.decisions import KEPT_AS, Decisions, RolePlan, RoleSettings, given_decisions
 from fulltilt.plan.facts import Facts
 from fulltilt.plan.micro_batches import budget_reasons, decide_budget, micro_batch_tokens
-from fulltilt.plan.resident import left_for_update
+from fulltilt.plan.resident import exported_on_host, left_for_update, states_on_host
 from fulltilt.plan.sequence import decide_sequence
 from fulltilt.plan.sharding import decide_offloads
 from fulltilt.records import DoesNotFit, UserError
@@ -78,22 +78,14 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
 
 def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes that are moved to the host, as far as that is decided, with those that pass through it into a checkpoint."""
-    kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
-    found: dict[str, int] = {}
+    found = states_on_host(made, facts)
     for role, model in facts.roles.items():
-        keys, sharding = made.keys[role], facts.sharding_of(role)
-        held = model.held(sharding)
-        counts = {"optimizer": held.optimizer, "parameters": held.parameters if sharding.parameters else model.parameter_bytes}
-        if model.trained and keys["recompute"] != "auto":
-            counts["activations"] = micro_batch_tokens(config, facts, role, budgets, made.sequence(role)) * model.kept_bytes(keys)
-        found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
-    if (
-        "actor" in facts.roles
-        and facts.actor.trained
-        and any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values())
-    ):
-        found["weights on their way into a checkpoint"] = facts.actor.parameter_bytes
-    return found
+        keys = made.keys[role]
+        if model.trained and keys["recompute"] != "auto" and keys["offload_activations"] is True:
+            tokens = micro_batch_tokens(config, facts, role, budgets, made.sequence(role))
+            found[f"the {role}'s activations"] = tokens * model.kept_bytes(keys)
+    activations_move = any(keys.get("offload_activations") is True for keys in made.keys.values())
+    return found | (exported_on_host(facts) if found or activations_move else {})
 
 
 def check_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> None:

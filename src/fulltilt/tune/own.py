@@ -236,7 +236,10 @@ def planned(config: Config, shapes: Mapping[str, Shape], cluster: Cluster, ranks
     beside = machine if ranks[0] % machine == 0 else 1
     check_sizes(config, shapes, size)
     on_device, on_host = (0, memory) if device == "cpu" else (memory, HOST_SHARE * memory)
-    whole = Facts(device, on_device, on_host, roles, longest, 1, rollout=sampled, sharding=Sharding(workers=size), within=within)
+    sharding, neighbours = Sharding(workers=size), min(machine, size)
+    whole = Facts(
+        device, on_device, on_host, roles, longest, 1, rollout=sampled, sharding=sharding, beside=neighbours, within=within
+    )  # fmt: skip
     only, unshared = why_undivided(config, sampled=sampled), why_unshared(config)
     way = choose_division(config, whole, within=within, beside=beside, only=only, unshared=unshared)
     facts = divided(config, whole, way)
