@@ -23,13 +23,14 @@ from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.plan.legal import unused_by
 from fulltilt.plan.make import plan_of
 from fulltilt.records import UserError
+from fulltilt.schema import with_settings
 from fulltilt.shape import Shape
 from fulltilt.tune import command, report, tables
 from fulltilt.tune.changes import ChangeableRun
 from fulltilt.tune.memory_model import memory_of, parameters
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport
-from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, changed, single_changes
+from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, single_changes
 from fulltilt.tune.shapes import named_shape
 
 ROOT = Path(__file__).parents[1]
@@ -261,10 +262,27 @@ def test_no_change_is_offered_that_the_run_refuses(tmp_path: Path) -> None:
     """A run looks at the given train.shard: what `auto` shares out does not make room for the actor's parameters on the host."""
     config = load(ROOT / "examples" / "math" / "dapo.toml", here=False)
     for overrides, offered in (({}, False), ({"train.shard": "full"}, True)):
-        planned_run = PlannedRun(changed(config, overrides), named_shape("Qwen3-30B-A3B"), Cluster.parse("8xH200"), None)
+        planned_run = PlannedRun(with_settings(config, overrides), named_shape("Qwen3-30B-A3B"), Cluster.parse("8xH200"), None)
         own = own_plan(planned_run.config, planned_run.shape, planned_run.cluster, None)
         assert own.knobs["train.shard"] == "full"
         assert bool(list(alternatives(planned_run, own, "train.offload_params", False))) == offered
+
+
+def test_what_the_rules_of_the_configuration_refuse_is_not_offered() -> None:
+    """Compiled layers are not recomputed in part."""
+    config = load(ROOT / "examples" / "gsm8k" / "grpo.toml", ["train.compile=true"], here=False)
+    run = PlannedRun(config, named_shape("Qwen2.5-1.5B"), Cluster.parse("1xH100"), None)
+    assert run.outcome() and run.but({"train.recompute": "full"}).outcome()
+    assert run.but({"train.recompute": "selective"}).outcome() is None and run.but({"rollout.kv_bytes": 0}).outcome() is None
+
+
+def test_a_run_that_decodes_few_samples_is_not_offered_none(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    for seqs, offered in ((1, []), (15, [3]), (16, [4, 1])):
+        config = load(tmp_path / "run.toml", [f"rollout.max_seqs={seqs}"], here=False)
+        run = PlannedRun(config, named_shape("Qwen3-30B-A3B"), Cluster.parse("3xH200"), None)
+        tried = [each.config.rollout.max_seqs for words, each in single_changes(run) if words.startswith("rollout.max_seqs")]
+        assert tried == ["auto", *offered]
 
 
 def test_what_a_runner_up_lacks_is_told_in_bytes(tmp_path: Path) -> None:

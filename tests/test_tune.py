@@ -19,7 +19,7 @@ from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.loop import tuning
 from fulltilt.records import UserError
-from fulltilt.schema import Config, flatten, keys
+from fulltilt.schema import Config, flatten, keys, with_settings
 from fulltilt.tune import overlay as overlays
 from fulltilt.tune.overlay import ALLOWED, Overlay, Trial, fingerprint, same_device, tuned_for
 from fulltilt.tune.search import (
@@ -33,7 +33,6 @@ from fulltilt.tune.search import (
     search,
     settings_of,
     space_of,
-    with_settings,
 )
 from fulltilt.tune.shapes import named_shape
 

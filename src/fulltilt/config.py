@@ -106,6 +106,12 @@ def parse(
     return config
 
 
+def checked(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return a configuration with `key=value` overrides on top, checked as a run file is. Files that keys name need not exist."""
+    given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
+    return parse(given, overrides, here=False)
+
+
 def _broken(rule: ConfigRule, config: Config) -> Iterator[str]:
     """Yield the mistakes that a rule finds; a path that the system does not let it look at is a mistake too."""
     try:

@@ -350,9 +350,8 @@ def wrong_sequence(config: Config, shapes: RoleShapes) -> Iterator[str]:
 
 def wrong_probe(config: Config, algorithm: AlgorithmFacts, device: str) -> Iterator[str]:
     """Refuse a requested probe where passes of the actor's workers wait for other workers. What `auto` divides is known only later."""
-    known = not (config.cluster.address and config.cluster.workers == "auto")  # otherwise only the cluster knows how many there are
     workers, apart = count_workers(config, device) * config.cluster.nodes, config.cluster.roles
-    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # with one worker such keys have no effect
+    if config.run.probe is not True or (knows_workers(config) and workers - sum(apart.values()) < 2):  # with one worker such keys have no effect
         return
     used = {"actor": True} | {role: role not in apart for role in used_roles(config, algorithm)}
     given = {"train.shard": shown(config.train.shard)} if shares_parameters(config) else {}

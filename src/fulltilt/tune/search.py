@@ -20,7 +20,7 @@ from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.plan.cache import MOST_SEQS
 from fulltilt.records import UserError
-from fulltilt.schema import Config, toml_value
+from fulltilt.schema import Config, with_settings
 from fulltilt.settings import is_set
 from fulltilt.shape import Shape
 from fulltilt.tune.description import AS_MODELLED, Calibration
@@ -188,15 +188,6 @@ def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
 # ---- predictions -------------------------------------------------------------------------------------------------------------------------
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration with these keys set, without checking them."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        by_section.setdefault(section, {})[name] = value
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in by_section.items()})
-
-
 class SettingsPredictor:
     """Predicts settings, each only once."""
 
@@ -235,10 +226,8 @@ class SettingsPredictor:
         return self._legal[settings]
 
     def _refusal(self, settings: Settings) -> str:
-        config = self.config
-        given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
         try:
-            checked = configuration.parse(given, [f"{key}={toml_value(value)}" for key, value in settings], here=False)
+            checked = configuration.checked(with_settings(self.config, dict(settings)))
         except UserError as error:
             return str(error)
         return next(iter(self.rules(checked)), "")
