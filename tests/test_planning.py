@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planning.md"
 RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
 ROLES = ("algorithm.name=ppo", "algorithm.kl_coef=0.01", "reward.function=reward_model", "reward_model.path=Qwen/Qwen2.5-1.5B")
+TABLES = {"model": {"path": "Qwen/Qwen2.5-7B"}, "data": {"train": "nowhere.jsonl"}, "run": {"steps": 15}}
 
 
 def planned(folder: Path, *overrides: str, hardware: str = "8xH100", shape: str | None = None, text: str = RUN) -> PlanReport:
@@ -237,6 +238,15 @@ def test_what_a_run_on_a_cpu_refuses_is_refused_in_its_plan(tmp_path: Path) -> N
 
 
 # ---- runners-up --------------------------------------------------------------------------------------------------------------------------
+def test_workers_on_cpus_share_their_machine(tmp_path: Path) -> None:
+    alone, four = (command.cluster_for(parse({**TABLES, "cluster": {"workers": count}}, here=False), "CPU-64GB") for count in (1, 4))
+    assert four.gpus == 4 and 4 * four.gpu.memory == alone.gpu.memory and 4 * four.gpu.flops == alone.gpu.flops
+    machines = command.cluster_for(parse({**TABLES, "cluster": {"nodes": 2, "workers": 2, "address": "auto"}}, here=False), "4xCPU-64GB")
+    assert machines.per_machine == 2 and 2 * machines.gpu.hbm == alone.gpu.hbm
+    run = PlannedRun(parse(TABLES, here=False), named_shape("Qwen2.5-7B"), Cluster.parse("CPU-16GB"), None)
+    assert not any("GPU" in words for words, _ in single_changes(run)), "more workers would share the same memory"
+
+
 
 
 def test_each_runner_up_is_a_plan_of_its_own(tmp_path: Path) -> None:

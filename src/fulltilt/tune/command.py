@@ -117,6 +117,8 @@ def cluster_for(config: Config, hardware: str | None) -> Cluster:
             raise UserError(f"--hardware {hardware}: {found.gpus} GPUs cannot be shared out evenly among {nodes} machines (cluster.nodes)")
         return found if nodes == 1 else replace(found, per_machine=found.gpus // nodes)
     if found.gpus != workers * nodes:
+    if found.gpu.is_cpu:  # the workers of a machine are processes that share it
+        found = replace(found, gpu=found.gpu.shared_by(workers))
         asked = f"cluster.workers = {workers}" + (f" and cluster.nodes = {nodes} ask" if nodes > 1 else " asks")
         raise UserError(f"--hardware {hardware}: the run has {many(workers * nodes, 'GPU')}, for which {asked}. Change one of them")
     return replace(found, per_machine=workers if nodes > 1 else max(workers, found.per_machine))

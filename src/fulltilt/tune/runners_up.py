@@ -328,6 +328,8 @@ def all_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def more_gpus(planned: PlannedRun, words: str) -> Iterator[tuple[str, PlannedRun]]:
+    if planned.cluster.gpu.is_cpu:  # more workers of a machine would share the same memory
+        return
     for factor in (2, 4, 8, 16, 32, 64):
         cluster = replace(planned.cluster, gpus=factor * planned.cluster.gpus)
         fixed = [key for key in ("cluster.workers", "cluster.nodes") if is_set(planned.config, key)]
