@@ -32,12 +32,13 @@ from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport
 from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, single_changes
 from fulltilt.tune.shapes import named_shape
+from fulltilt.tune.time_model import seconds_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planning.md"
 RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
-ROLES = ("algorithm.name=ppo", "algorithm.kl_coef=0.01", "reward.function=reward_model", "reward_model.path=Qwen/Qwen2.5-1.5B")
 TABLES = {"model": {"path": "Qwen/Qwen2.5-7B"}, "data": {"train": "nowhere.jsonl"}, "run": {"steps": 15}}
+ROLES = ("algorithm.name=ppo", "algorithm.kl_coef=0.01", "reward.function=reward_model", "reward_model.path=Qwen/Qwen2.5-1.5B")
 
 
 def planned(folder: Path, *overrides: str, hardware: str = "8xH100", shape: str | None = None, text: str = RUN) -> PlanReport:
@@ -237,7 +238,6 @@ def test_what_a_run_on_a_cpu_refuses_is_refused_in_its_plan(tmp_path: Path) -> N
     assert not crowded.fits and not any("offload" in remedy.words for remedy in crowded.remedies())
 
 
-# ---- runners-up --------------------------------------------------------------------------------------------------------------------------
 def test_workers_on_cpus_share_their_machine(tmp_path: Path) -> None:
     alone, four = (command.cluster_for(parse({**TABLES, "cluster": {"workers": count}}, here=False), "CPU-64GB") for count in (1, 4))
     assert four.gpus == 4 and 4 * four.gpu.memory == alone.gpu.memory and 4 * four.gpu.flops == alone.gpu.flops
@@ -247,6 +247,7 @@ def test_workers_on_cpus_share_their_machine(tmp_path: Path) -> None:
     assert not any("GPU" in words for words, _ in single_changes(run)), "more workers would share the same memory"
 
 
+# ---- runners-up --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_each_runner_up_is_a_plan_of_its_own(tmp_path: Path) -> None:
@@ -362,6 +363,32 @@ def test_more_gpus_come_with_the_key_that_asks_for_them(tmp_path: Path) -> None:
 def test_a_mistake_is_not_a_lack_of_memory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.max_new_tokens: .* positions. Lower rollout.max_new_tokens to at most"):
         planned(tmp_path, "rollout.max_new_tokens=140000", hardware="8xH20")
+
+
+def test_long_validations_make_room_in_the_cache_and_take_no_time() -> None:
+    found = {}
+    for most in (256, 8192):
+        tables = {**TABLES, "data": {"train": "a.jsonl", "val": "v.jsonl"}, "run": {"steps": 15, "eval_every": 5}}
+        config = parse({**tables, "rollout": {"max_new_tokens": 256}, "eval": {"max_new_tokens": most}}, here=False)
+        found[most] = own_plan(config, named_shape("Qwen2.5-1.5B"), Cluster.parse("1xH100"), None).run
+    short, long = found[256], found[8192]
+    assert long.lengths.most_response == 256 and long.lengths.response == 64
+    assert memory_of(long).sample_kv_bytes > memory_of(short).sample_kv_bytes
+    assert seconds_of(long).total == pytest.approx(seconds_of(short).total, rel=0.1)
+
+
+def test_the_context_of_every_model_that_reads_samples_counts() -> None:
+    for name, own in (("ppo", {"critic": {"path": "Llama-2-7B"}}), ("grpo", {"ref": {"path": "Llama-2-7B"}})):
+        algorithm = {"name": name} | ({"kl_coef": 0.01} if name == "grpo" else {})
+        (role,) = own
+        for most in (3500, 8192):
+            config = parse({**TABLES, **own, "algorithm": algorithm, "rollout": {"max_new_tokens": most}}, here=False)
+            if most == 3500:
+                found = own_plan(config, named_shape("Qwen2.5-7B"), Cluster.parse("8xH200"), None)
+                assert found.run.lengths.most_prompt == 4096 - 3500
+                continue
+            with pytest.raises(UserError, match=rf"rollout.max_new_tokens: .* the model of {role}.path was made for 4096 positions"):
+                own_plan(config, named_shape("Qwen2.5-7B"), Cluster.parse("8xH200"), None)
 
 
 def test_limits_beyond_the_models_positions_are_no_mistake(tmp_path: Path) -> None:
