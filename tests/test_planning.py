@@ -391,6 +391,12 @@ def test_the_context_of_every_model_that_reads_samples_counts() -> None:
                 own_plan(config, named_shape("Qwen2.5-7B"), Cluster.parse("8xH200"), None)
 
 
+@pytest.mark.parametrize("key", ["model.path", "critic.path", "model.chat_template"])
+def test_a_name_that_no_file_can_have_is_a_mistake(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{key}: no file or folder can be called \"Qwen2.5-7B\\u0000\": it holds a NUL character"):
+        planned(tmp_path, "algorithm.name=ppo", f'{key}="Qwen2.5-7B\\u0000"')
+
+
 def test_limits_beyond_the_models_positions_are_no_mistake(tmp_path: Path) -> None:
     """data.max_prompt_tokens and data.max_tokens say which rows are left out; those that stay may be shorter."""
     found = planned(tmp_path, "rollout.max_new_tokens=3500", shape="Llama-2-7B")
