@@ -549,6 +549,14 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
     ("settings", "hardware", "said"),
     [
         (
+            ("train.fused_layers=true", "ref.path=Qwen2.5-7B", "algorithm.kl_coef=0.1"),
+            "1xH100",
+            [
+                "train.fused_layers: true, but the layers of the actor cannot run fused: qwen3_moe is not of a known family (llama, "
+                "mistral, qwen2, qwen3). Remove the key, or set auto",
+            ],
+        ),
+        (
             ("train.shard=hybrid", "train.shard_size=3"),
             "4xH100",
             ["train.shard_size: 3 does not divide the 4 workers of the run into groups. Use 2 or 4"],
@@ -588,12 +596,13 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
 def test_settings_that_the_run_refuses_are_refused_in_the_same_words(
     settings: tuple[str, ...], hardware: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shape = "Qwen3-30B-A3B" if "train.fused_layers=true" in settings else "Qwen2.5-7B"
     with pytest.raises(UserError) as told:
-        plan(DAPO, *settings, "--shape", "Qwen2.5-7B", "--hardware", hardware)
+        plan(DAPO, *settings, "--shape", shape, "--hardware", hardware)
     assert str(told.value).splitlines() == said
     for name in ("too_many_here", "wrong_modules"):  # need the devices and the model
         monkeypatch.setattr(checks, name, lambda *given: ())
-    monkeypatch.setattr(checks, "shape_of_role", lambda config, role: named_shape("Qwen2.5-7B"))
+    monkeypatch.setattr(checks, "shape_of_role", lambda config, role: named_shape(shape))
     cluster, given = Cluster.parse(hardware, 1), load(DAPO, settings, here=False)
     config = given.model_copy(update={"cluster": given.cluster.model_copy(update={"workers": cluster.gpus})})
     by_run = checks.wrong_settings(config, build(config), cluster.gpu.device)
