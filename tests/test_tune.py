@@ -297,6 +297,12 @@ def test_a_prediction_refuses_what_the_run_would(monkeypatch: pytest.MonkeyPatch
     assert found.searched.predicted == 3 and len(found.overlay.trials) == 2
 
 
+def test_a_mean_beyond_the_longest_row_is_refused(written: Path) -> None:
+    settings = ("algorithm.name=sft", "data.max_tokens=2048", "~algorithm.kl_coef", "~rollout.max_new_tokens")
+    with pytest.raises(UserError, match=r"--response-tokens 3000: responses end at 2048 tokens \(data.max_tokens\)"):
+        call("tune", "run.toml", *settings, "--response-tokens", "3000", "--hardware", "H100")
+
+
 def call(*arguments: str) -> None:
     cli.app(list(arguments), standalone_mode=False)
 

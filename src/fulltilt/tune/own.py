@@ -122,10 +122,10 @@ def check_readers(config: Config, shapes: Mapping[str, Shape], lengths: Lengths)
         check_context(config, lengths.most_prompt, shapes[role].positions, rollout=True, whose=f"the model of {role}.path")
 
 
-def longest_row(config: Config, shape: Shape) -> int:
-    """Return the tokens of the longest row of SFT."""
+def longest_row(config: Config, shape: Shape | None) -> int:
+    """Return the tokens of the longest row of SFT, for which the model must have positions. `shape`: None if it is not known yet."""
     most = config.data.max_tokens or ROW_TOKENS
-    return most if shape.positions is None else min(most, shape.positions)
+    return most if shape is None or shape.positions is None else min(most, shape.positions)
 
 
 def shapes_of(config: Config, shape: Shape) -> tuple[dict[str, Shape], list[str]]:
