@@ -145,7 +145,7 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
         return PlannedRun(checked, shape, cluster, response).mistakes()
 
     found = proposals(SettingsPredictor(config, shape, cluster, response, rules), finalists)
-    best = found.finalists[0].knobs if found.finalists else {}
+    best = found.finalists[0].knobs if found.finalists and found.finalists[0].prediction.beats(found.auto) else {}
     others = [own for own in found.finalists if own.knobs][:finalists]
     trials = [Trial({}, found.auto.seconds.total, failed="" if found.auto.fits else "does not fit")]
     trials += [Trial(own.knobs, own.prediction.seconds.total, peak_gib=own.prediction.most_bytes / GIB) for own in others]

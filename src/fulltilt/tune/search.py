@@ -81,6 +81,10 @@ class Prediction:
         missing = 0.0 if self.fits else self.memory.overshoot + (1.0 if self.refused else 0.0)
         return not self.fits, missing, self.step_s, len(self.settings), self.most_bytes, repr(self.settings)
 
+    def beats(self, other: Prediction) -> bool:
+        """Return whether this one is faster by more than predictions can be wrong, or alone fits."""
+        return self.fits and not (other.fits and other.step_s - self.step_s <= DIFFERENT * self.step_s)
+
 
 @dataclass(frozen=True)
 class Finalist:
