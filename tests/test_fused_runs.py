@@ -267,7 +267,7 @@ def test_auto_is_for_cuda_with_triton_and_known_families(
 
 def test_a_run_that_cannot_be_fused_though_it_must_is_refused(tmp_path: Path, model_folders: ModelFolders) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("gemma2"))
-    with pytest.raises(UserError, match=r"train.fused_layers: true, but the layers of the actor cannot run fused: Gemma2Model is not of"):
+    with pytest.raises(UserError, match=r"train.fused_layers: true, but the layers of the actor cannot run fused: gemma2 is not of"):
         runs.train(folder, *SHORT, FUSED)
     assert not (folder / "run").exists()
     other = runs.make(tmp_path / "other", model_folders("qwen2"))

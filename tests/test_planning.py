@@ -23,18 +23,21 @@ from fulltilt.plan.facts import Facts, RoleFacts
 from fulltilt.plan.legal import unused_by
 from fulltilt.plan.make import plan_of
 from fulltilt.records import UserError
+from fulltilt.schema import with_settings
 from fulltilt.shape import Shape
 from fulltilt.tune import command, report, tables
 from fulltilt.tune.changes import ChangeableRun
 from fulltilt.tune.memory_model import memory_of, parameters
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.report import PlanReport
-from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, changed, single_changes
+from fulltilt.tune.runners_up import TOLD, PlannedRun, alternatives, single_changes
 from fulltilt.tune.shapes import named_shape
+from fulltilt.tune.time_model import seconds_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planning.md"
 RUN = '[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 15\n'
+TABLES = {"model": {"path": "Qwen/Qwen2.5-7B"}, "data": {"train": "nowhere.jsonl"}, "run": {"steps": 15}}
 ROLES = ("algorithm.name=ppo", "algorithm.kl_coef=0.01", "reward.function=reward_model", "reward_model.path=Qwen/Qwen2.5-1.5B")
 
 
@@ -235,6 +238,15 @@ def test_what_a_run_on_a_cpu_refuses_is_refused_in_its_plan(tmp_path: Path) -> N
     assert not crowded.fits and not any("offload" in remedy.words for remedy in crowded.remedies())
 
 
+def test_workers_on_cpus_share_their_machine(tmp_path: Path) -> None:
+    alone, four = (command.cluster_for(parse({**TABLES, "cluster": {"workers": count}}, here=False), "CPU-64GB") for count in (1, 4))
+    assert four.gpus == 4 and 4 * four.gpu.memory == alone.gpu.memory and 4 * four.gpu.flops == alone.gpu.flops
+    machines = command.cluster_for(parse({**TABLES, "cluster": {"nodes": 2, "workers": 2, "address": "auto"}}, here=False), "4xCPU-64GB")
+    assert machines.per_machine == 2 and 2 * machines.gpu.hbm == alone.gpu.hbm
+    run = PlannedRun(parse(TABLES, here=False), named_shape("Qwen2.5-7B"), Cluster.parse("CPU-16GB"), None)
+    assert not any("GPU" in words for words, _ in single_changes(run)), "more workers would share the same memory"
+
+
 # ---- runners-up --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -261,10 +273,27 @@ def test_no_change_is_offered_that_the_run_refuses(tmp_path: Path) -> None:
     """A run looks at the given train.shard: what `auto` shares out does not make room for the actor's parameters on the host."""
     config = load(ROOT / "examples" / "math" / "dapo.toml", here=False)
     for overrides, offered in (({}, False), ({"train.shard": "full"}, True)):
-        planned_run = PlannedRun(changed(config, overrides), named_shape("Qwen3-30B-A3B"), Cluster.parse("8xH200"), None)
+        planned_run = PlannedRun(with_settings(config, overrides), named_shape("Qwen3-30B-A3B"), Cluster.parse("8xH200"), None)
         own = own_plan(planned_run.config, planned_run.shape, planned_run.cluster, None)
         assert own.knobs["train.shard"] == "full"
         assert bool(list(alternatives(planned_run, own, "train.offload_params", False))) == offered
+
+
+def test_what_the_rules_of_the_configuration_refuse_is_not_offered() -> None:
+    """Compiled layers are not recomputed in part."""
+    config = load(ROOT / "examples" / "gsm8k" / "grpo.toml", ["train.compile=true"], here=False)
+    run = PlannedRun(config, named_shape("Qwen2.5-1.5B"), Cluster.parse("1xH100"), None)
+    assert run.outcome() and run.but({"train.recompute": "full"}).outcome()
+    assert run.but({"train.recompute": "selective"}).outcome() is None and run.but({"rollout.kv_bytes": 0}).outcome() is None
+
+
+def test_a_run_that_decodes_few_samples_is_not_offered_none(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    for seqs, offered in ((1, []), (15, [3]), (16, [4, 1])):
+        config = load(tmp_path / "run.toml", [f"rollout.max_seqs={seqs}"], here=False)
+        run = PlannedRun(config, named_shape("Qwen3-30B-A3B"), Cluster.parse("3xH200"), None)
+        tried = [each.config.rollout.max_seqs for words, each in single_changes(run) if words.startswith("rollout.max_seqs")]
+        assert tried == ["auto", *offered]
 
 
 def test_what_a_runner_up_lacks_is_told_in_bytes(tmp_path: Path) -> None:
@@ -334,6 +363,38 @@ def test_more_gpus_come_with_the_key_that_asks_for_them(tmp_path: Path) -> None:
 def test_a_mistake_is_not_a_lack_of_memory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.max_new_tokens: .* positions. Lower rollout.max_new_tokens to at most"):
         planned(tmp_path, "rollout.max_new_tokens=140000", hardware="8xH20")
+
+
+def test_long_validations_make_room_in_the_cache_and_take_no_time() -> None:
+    found = {}
+    for most in (256, 8192):
+        tables = {**TABLES, "data": {"train": "a.jsonl", "val": "v.jsonl"}, "run": {"steps": 15, "eval_every": 5}}
+        config = parse({**tables, "rollout": {"max_new_tokens": 256}, "eval": {"max_new_tokens": most}}, here=False)
+        found[most] = own_plan(config, named_shape("Qwen2.5-1.5B"), Cluster.parse("1xH100"), None).run
+    short, long = found[256], found[8192]
+    assert long.lengths.most_response == 256 and long.lengths.response == 64
+    assert memory_of(long).sample_kv_bytes > memory_of(short).sample_kv_bytes
+    assert seconds_of(long).total == pytest.approx(seconds_of(short).total, rel=0.1)
+
+
+def test_the_context_of_every_model_that_reads_samples_counts() -> None:
+    for name, own in (("ppo", {"critic": {"path": "Llama-2-7B"}}), ("grpo", {"ref": {"path": "Llama-2-7B"}})):
+        algorithm = {"name": name} | ({"kl_coef": 0.01} if name == "grpo" else {})
+        (role,) = own
+        for most in (3500, 8192):
+            config = parse({**TABLES, **own, "algorithm": algorithm, "rollout": {"max_new_tokens": most}}, here=False)
+            if most == 3500:
+                found = own_plan(config, named_shape("Qwen2.5-7B"), Cluster.parse("8xH200"), None)
+                assert found.run.lengths.most_prompt == 4096 - 3500
+                continue
+            with pytest.raises(UserError, match=rf"rollout.max_new_tokens: .* the model of {role}.path was made for 4096 positions"):
+                own_plan(config, named_shape("Qwen2.5-7B"), Cluster.parse("8xH200"), None)
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.path", "model.chat_template"])
+def test_a_name_that_no_file_can_have_is_a_mistake(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{key}: no file or folder can be called \"Qwen2.5-7B\\u0000\": it holds a NUL character"):
+        planned(tmp_path, "algorithm.name=ppo", f'{key}="Qwen2.5-7B\\u0000"')
 
 
 def test_limits_beyond_the_models_positions_are_no_mistake(tmp_path: Path) -> None:
@@ -488,6 +549,14 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
     ("settings", "hardware", "said"),
     [
         (
+            ("train.fused_layers=true", "ref.path=Qwen2.5-7B", "algorithm.kl_coef=0.1"),
+            "1xH100",
+            [
+                "train.fused_layers: true, but the layers of the actor cannot run fused: qwen3_moe is not of a known family (llama, "
+                "mistral, qwen2, qwen3). Remove the key, or set auto",
+            ],
+        ),
+        (
             ("train.shard=hybrid", "train.shard_size=3"),
             "4xH100",
             ["train.shard_size: 3 does not divide the 4 workers of the run into groups. Use 2 or 4"],
@@ -527,12 +596,13 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
 def test_settings_that_the_run_refuses_are_refused_in_the_same_words(
     settings: tuple[str, ...], hardware: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shape = "Qwen3-30B-A3B" if "train.fused_layers=true" in settings else "Qwen2.5-7B"
     with pytest.raises(UserError) as told:
-        plan(DAPO, *settings, "--shape", "Qwen2.5-7B", "--hardware", hardware)
+        plan(DAPO, *settings, "--shape", shape, "--hardware", hardware)
     assert str(told.value).splitlines() == said
     for name in ("too_many_here", "wrong_modules"):  # need the devices and the model
         monkeypatch.setattr(checks, name, lambda *given: ())
-    monkeypatch.setattr(checks, "shape_of_role", lambda config, role: named_shape("Qwen2.5-7B"))
+    monkeypatch.setattr(checks, "shape_of_role", lambda config, role: named_shape(shape))
     cluster, given = Cluster.parse(hardware, 1), load(DAPO, settings, here=False)
     config = given.model_copy(update={"cluster": given.cluster.model_copy(update={"workers": cluster.gpus})})
     by_run = checks.wrong_settings(config, build(config), cluster.gpu.device)

@@ -19,12 +19,14 @@ from fulltilt import config as configuration
 from fulltilt.hardware import Cluster
 from fulltilt.loop import tuning
 from fulltilt.records import UserError
-from fulltilt.schema import Config, flatten, keys
+from fulltilt.schema import Config, flatten, keys, with_settings
 from fulltilt.tune import overlay as overlays
 from fulltilt.tune.overlay import ALLOWED, Overlay, Trial, fingerprint, same_device, tuned_for
 from fulltilt.tune.search import (
     NEGLIGIBLE,
     Axis,
+    Finalist,
+    SearchResult,
     Settings,
     SettingsPredictor,
     axis,
@@ -33,9 +35,9 @@ from fulltilt.tune.search import (
     search,
     settings_of,
     space_of,
-    with_settings,
 )
 from fulltilt.tune.shapes import named_shape
+from fulltilt.tune.time_model import PhaseSeconds
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"path": "Qwen2.5-1.5B"}, "data": {"train": "x.jsonl"}, "run": {"steps": 2}, "rollout": {"max_new_tokens": 1024},
@@ -296,6 +298,23 @@ def test_a_prediction_refuses_what_the_run_would(monkeypatch: pytest.MonkeyPatch
     config = config_of("model.path=nowhere/unknown", "train.shard=optimizer", "train.tensor_parallel=1")
     found = tuning.predicted(config, SHAPE, Cluster.parse("4xH100"), finalists=1, response=None)
     assert found.searched.predicted == 3 and len(found.overlay.trials) == 2
+
+
+def test_a_prediction_that_is_hardly_faster_is_left_to_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = predictor("1xH100-28GB")(())
+    assert auto is not None
+    near = replace(auto, settings=settings_of({"actor.token_budget": 65536}))
+    assert replace(near, seconds=replace(auto.seconds, generation=PhaseSeconds())).beats(auto)
+    assert not near.beats(auto) and near.beats(replace(auto, refused="it does not fit"))
+    monkeypatch.setattr(tuning, "proposals", lambda *given: SearchResult(auto, (Finalist(near, ()),), ()))
+    found = tuning.predicted(config_of(), SHAPE, Cluster.parse("1xH100-28GB"), finalists=1, response=None)
+    assert not found.overlay.knobs and [dict(trial.knobs) for trial in found.overlay.trials] == [{}, dict(near.settings)]
+
+
+def test_a_mean_beyond_the_longest_row_is_refused(written: Path) -> None:
+    settings = ("algorithm.name=sft", "data.max_tokens=2048", "~algorithm.kl_coef", "~rollout.max_new_tokens")
+    with pytest.raises(UserError, match=r"--response-tokens 3000: responses end at 2048 tokens \(data.max_tokens\)"):
+        call("tune", "run.toml", *settings, "--response-tokens", "3000", "--hardware", "H100")
 
 
 def call(*arguments: str) -> None:

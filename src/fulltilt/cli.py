@@ -562,19 +562,18 @@ def tune(
     config = configuration.load(run, overrides or (), here=hardware is None)
     if missing := command.not_planned(config):
         raise UserError(f"tune: {missing}")
-    if config.algorithm.name != "sft":
-        command.check_response(response_tokens, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    sizes = None if hardware is None else command.named_shape(config.model.path if shape is None else shape)
+    command.check_mean(config, sizes, response_tokens)
     loading(f"{run} and what it names" if hardware is None else "PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.loop import tuning
 
     tuning.refuse_other_file(out)
     with report.progress(quiet=quiet) as say:
-        if hardware is None:
+        if sizes is None:
             found = tuning.tune(config, steps=steps, finalists=finalists, response=response_tokens, say=say)
         else:
             cluster = command.cluster_for(config, hardware)
-            sizes = command.named_shape(config.model.path if shape is None else shape)
             found = tuning.predicted(config, sizes, cluster, finalists=finalists, response=response_tokens)
     tuning.write(out, found, shlex.join(["fulltilt", "tune", str(run), *(overrides or [])]))
     print(json.dumps(tuning.document(found), indent=1)) if as_json else tell("\n".join(tuning.table(found)))

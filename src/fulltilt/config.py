@@ -106,6 +106,12 @@ def parse(
     return config
 
 
+def checked(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return a configuration with `key=value` overrides on top, checked as a run file is. Files that keys name need not exist."""
+    given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
+    return parse(given, overrides, here=False)
+
+
 def _broken(rule: ConfigRule, config: Config) -> Iterator[str]:
     """Yield the mistakes that a rule finds; a path that the system does not let it look at is a mistake too."""
     try:
@@ -784,7 +790,16 @@ _EXISTS: Mapping[str, Callable[[str, Any], Iterator[str]]] = {
 
 def _exists(key: str, kind: str, config: Config) -> Iterator[str]:
     given = value_of(config, key)
-    return iter(()) if given is None else _EXISTS[kind](key, given)
+    return iter(()) if given is None or _no_path(given) else _EXISTS[kind](key, given)
+
+
+def _no_path(given: Any) -> bool:
+    return isinstance(given, str) and "\0" in given
+
+
+def _may_exist(key: str, config: Config) -> Iterator[str]:
+    if _no_path(given := value_of(config, key)):
+        yield f"{key}: no file or folder can be called {shown(given)}: it holds a NUL character. Name another"
 
 
 _NUMBERS = (
@@ -801,6 +816,7 @@ RULES: tuple[ConfigRule, ...] = (
         for key, field in keys().items()
         if row_of(field).names in _EXISTS
     ),
+    *(ConfigRule((key,), partial(_may_exist, key)) for key, field in keys().items() if row_of(field).names in _EXISTS),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     ConfigRule(("run.keep_best", "run.eval_every", "run.save_every", "algorithm.name"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),

@@ -58,6 +58,10 @@ class Accelerator:
             return self
         return replace(self, memory=self.memory * gigabytes // self.nominal, nominal=gigabytes)
 
+    def shared_by(self, workers: int) -> Accelerator:
+        """Return each worker's part, if so many processes share the device."""
+        return replace(self, memory=self.memory // workers, **{key: getattr(self, key) / workers for key in FIGURES})
+
 
 # Links. PCIe 5.0 x16 has 64 GB/s in each direction; copies of pinned memory reach 55 (docs/memory.md); PCIe 4.0 has half.
 PCIE5, PCIE4 = 55e9, 26e9

@@ -1167,6 +1167,15 @@ def value_of(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with these keys set, without checking them."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        by_section.setdefault(section, {})[name] = value
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in by_section.items()})
+
+
 # ---- types and values in words ---------------------------------------------------------------------------------------------------------
 
 _BOUNDS = (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most"))

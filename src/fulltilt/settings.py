@@ -44,10 +44,15 @@ def preset_of(config: Config) -> Preset:
 def algorithm_settings(config: Config) -> dict[str, Any]:
     """Return every key of [algorithm] that has a value: the user's, the preset's, or one that follows from other keys."""
     defaults = preset_of(config).defaults
-    given = {key: getattr(config.algorithm, key) for key in AlgorithmConfig.model_fields}
-    settings = {key: defaults.get(key) if value is None else value for key, value in given.items()}
-    settings |= {key: derive(config) for key, derive in DERIVED.items() if key in defaults and settings[key] is None}
+    settings = {key: algorithm_value(config, defaults, key) for key in AlgorithmConfig.model_fields}
     return {key: value for key, value in settings.items() if value is not None}
+
+
+def algorithm_value(config: Config, defaults: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key of [algorithm], None if it has none. `defaults`: those of the preset."""
+    given = getattr(config.algorithm, key)
+    value = defaults.get(key) if given is None else given
+    return DERIVED[key](config) if value is None and key in DERIVED and key in defaults else value
 
 
 def reuses(config: Config) -> bool:
@@ -83,7 +88,7 @@ def bounds_of(settings: Mapping[str, Any]) -> dict[str, float | list[float]]:
 def in_effect(config: Config, key: str) -> Any:
     """Return the value of a dotted key; if a key of [algorithm] is left out, the preset's."""
     section, _, name = key.partition(".")
-    return algorithm_settings(config).get(name) if section == "algorithm" else value_of(config, key)
+    return algorithm_value(config, preset_of(config).defaults, name) if section == "algorithm" else value_of(config, key)
 
 
 def holds(config: Config, condition: UsedIf) -> bool:

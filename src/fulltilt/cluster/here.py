@@ -47,8 +47,8 @@ def cluster_here(config: Config) -> Cluster:
     device, count = devices_of(config)
     workers = max(1, count // config.cluster.nodes)
     if device.type == "cpu":
-        found = measured_figures(replace(accelerator("CPU"), memory=free_host_bytes() // workers), device)
-        return Cluster(found, count, workers)
+        found = measured_figures(replace(accelerator("CPU"), memory=free_host_bytes()), device)
+        return Cluster(found.shared_by(workers), count, workers)
     name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     try:
         return Cluster(replace(accelerator(name), memory=memory), count, workers)

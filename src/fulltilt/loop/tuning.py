@@ -33,7 +33,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import write_whole
 from fulltilt.records import UserError
-from fulltilt.schema import Config
+from fulltilt.schema import Config, with_settings
 from fulltilt.shape import Shape
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.tune import overlay as overlays
@@ -41,7 +41,7 @@ from fulltilt.tune.command import refuse_mistakes
 from fulltilt.tune.description import AS_MODELLED, Calibration
 from fulltilt.tune.overlay import Applied, Overlay, Trial, TunedFor, tuned_for
 from fulltilt.tune.runners_up import PlannedRun
-from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_of, with_settings
+from fulltilt.tune.search import SearchResult, SettingsPredictor, search, space_of
 from fulltilt.words import first_line, many
 
 Say = Callable[[str], None]
@@ -145,7 +145,7 @@ def predicted(config: Config, shape: Shape, cluster: Cluster, *, finalists: int,
         return PlannedRun(checked, shape, cluster, response).mistakes()
 
     found = proposals(SettingsPredictor(config, shape, cluster, response, rules), finalists)
-    best = found.finalists[0].knobs if found.finalists else {}
+    best = found.finalists[0].knobs if found.finalists and found.finalists[0].prediction.beats(found.auto) else {}
     others = [own for own in found.finalists if own.knobs][:finalists]
     trials = [Trial({}, found.auto.seconds.total, failed="" if found.auto.fits else "does not fit")]
     trials += [Trial(own.knobs, own.prediction.seconds.total, peak_gib=own.prediction.most_bytes / GIB) for own in others]

@@ -42,7 +42,7 @@ from fulltilt.schema import (
     value_of,
 )
 from fulltilt.settings import algorithm_settings, holds, is_set, needs_of
-from fulltilt.shape import Shape, UnknownParameters
+from fulltilt.shape import FAMILIES, Shape, UnknownParameters
 from fulltilt.words import either, many
 
 ShapeOf = Callable[[str], Shape]  # by role; raises UserError or UnknownParameters if the shape is not known
@@ -94,6 +94,7 @@ def illegal_settings(config: Config, algorithm: AlgorithmFacts, device: str, sha
         *wrong_experts(config, algorithm, shapes),
         *wrong_sequence(config, shapes),
         *wrong_probe(config, algorithm, device),
+        *never_fused(config, shape_of),
         *among_own_checkpoints(config),
     ]
 
@@ -350,9 +351,9 @@ def wrong_sequence(config: Config, shapes: RoleShapes) -> Iterator[str]:
 
 def wrong_probe(config: Config, algorithm: AlgorithmFacts, device: str) -> Iterator[str]:
     """Refuse a requested probe where passes of the actor's workers wait for other workers. What `auto` divides is known only later."""
-    known = not (config.cluster.address and config.cluster.workers == "auto")  # otherwise only the cluster knows how many there are
     workers, apart = count_workers(config, device) * config.cluster.nodes, config.cluster.roles
-    if config.run.probe is not True or (known and workers - sum(apart.values()) < 2):  # with one worker such keys have no effect
+    alone = knows_workers(config) and workers - sum(apart.values()) < 2  # with one worker such keys have no effect
+    if config.run.probe is not True or alone:
         return
     used = {"actor": True} | {role: role not in apart for role in used_roles(config, algorithm)}
     given = {"train.shard": shown(config.train.shard)} if shares_parameters(config) else {}
@@ -364,6 +365,18 @@ def wrong_probe(config: Config, algorithm: AlgorithmFacts, device: str) -> Itera
     if given:
         key, value = next(iter(given.items()))
         yield f"run.probe: true, but nothing can be measured with {key} = {value}: {WAITS}. Remove one of the keys"
+
+
+def never_fused(config: Config, shape_of: ShapeOf) -> Iterator[str]:
+    """Refuse fused layers that are asked for where those of the actor's family are never fused."""
+    if config.train.fused_layers is not True or config.train.compile is True:
+        return
+    with suppress(UserError):  # reported for the model itself, or not known before loading
+        shape = shape_of("actor")
+        if not shape.known_family().fused:
+            known = ", ".join(name for name, family in FAMILIES.items() if family.fused)
+            why = f"{shape.model_type} is not of a known family ({known})"
+            yield f"train.fused_layers: true, but the layers of the actor cannot run fused: {why}. Remove the key, or set auto"
 
 
 def too_few(config: Config, workers: int) -> Iterator[str]:

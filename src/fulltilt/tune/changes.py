@@ -122,9 +122,8 @@ def typed(key: str, value: Any) -> str:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config | None:
     """Return the configuration with these overrides; None: it is refused."""
-    given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
     try:
-        return configuration.parse(given, overrides, here=False)
+        return configuration.checked(config, overrides)
     except UserError:
         return None
 

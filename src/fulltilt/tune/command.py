@@ -12,6 +12,7 @@ from fulltilt.hardware import Cluster
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shown
 from fulltilt.settings import preset_of
+from fulltilt.shape import Shape
 from fulltilt.tune import description
 from fulltilt.tune.own import longest_row
 from fulltilt.tune.report import PlanReport, report_of, report_of_own
@@ -44,10 +45,7 @@ def planned_config(config: Config, hardware: str | None, shape: str | None = Non
     if missing := not_planned(config):
         raise UserError(f"plan: {missing}")
     model = named_shape(config.model.path if shape is None else shape)
-    if preset_of(config).rollout:
-        check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
-    else:
-        check_response(response, longest_row(config, model), "data.max_tokens")
+    check_mean(config, model, response)
     run = PlannedRun(config, model, cluster_for(config, hardware), response)
     refuse_mistakes(run, assumed=hardware is None)
     return report_of_own(run)
@@ -119,7 +117,17 @@ def cluster_for(config: Config, hardware: str | None) -> Cluster:
     if found.gpus != workers * nodes:
         asked = f"cluster.workers = {workers}" + (f" and cluster.nodes = {nodes} ask" if nodes > 1 else " asks")
         raise UserError(f"--hardware {hardware}: the run has {many(workers * nodes, 'GPU')}, for which {asked}. Change one of them")
+    if found.gpu.is_cpu:  # the workers of a machine are processes that share it
+        found = replace(found, gpu=found.gpu.shared_by(workers))
     return replace(found, per_machine=workers if nodes > 1 else max(workers, found.per_machine))
+
+
+def check_mean(config: Config, model: Shape | None, response: float | None) -> None:
+    """Refuse a mean response above the limit of a run's responses. `model`: None if its positions are checked later."""
+    if preset_of(config).rollout:
+        check_response(response, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    else:
+        check_response(response, longest_row(config, model), "data.max_tokens")
 
 
 def check_response(mean: float | None, most: int, key: str) -> None:

@@ -25,6 +25,7 @@ class Lengths:
     most_response: int = 8192
     prompt: float = 128.0  # mean
     response: float = 1024.0  # mean
+    validated: int = 0  # most tokens of a response in validations, which have the same KV cache
 
     @property
     def mean(self) -> float:
@@ -35,6 +36,11 @@ class Lengths:
     def longest_row(self) -> int:
         """Most tokens that a row may have."""
         return self.most_prompt + self.most_response
+
+    @property
+    def longest_sampled(self) -> int:
+        """Most tokens of a sample in the KV cache."""
+        return self.most_prompt + max(self.most_response, self.validated)
 
     @cached_property
     def median(self) -> float:

@@ -135,7 +135,7 @@ def memory_of(run: RunDescription) -> MemoryModel:
     return MemoryModel(
         {phase: PhaseMemory(kinds, run.gpu.memory) for phase, kinds in found.items()},
         kv_bytes=share - own_copy - c.ENGINE_WORKSPACE if run.rollout else 0,
-        sample_kv_bytes=run.lengths.longest_row * run.shape.kv_bytes_per_token(run.itemsize) // kv_parts(run) if run.rollout else 0,
+        sample_kv_bytes=run.lengths.longest_sampled * run.shape.kv_bytes_per_token(run.itemsize) // kv_parts(run) if run.rollout else 0,
     )
 
 

@@ -41,14 +41,14 @@ from fulltilt.plan.decisions import (
 )
 from fulltilt.plan.division import Division, choose_division, divided, why_undivided
 from fulltilt.plan.facts import Facts, RoleFacts
-from fulltilt.plan.make import Plan, make_plan
+from fulltilt.plan.make import Plan, check_context, make_plan
 from fulltilt.plan.micro_batches import TOKEN_BUDGET, update_budget
 from fulltilt.plan.resident import check_loading
 from fulltilt.plan.roles import plan_roles
 from fulltilt.plan.sharding import choose_sharding, why_unshared
 from fulltilt.records import DoesNotFit, UserError
 from fulltilt.schema import Config, shares_model, uses_reward_model, value_of
-from fulltilt.settings import algorithm_settings, bounds_of, is_set, preset_of
+from fulltilt.settings import algorithm_settings, bounds_of, is_set, needs_of, preset_of
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import ENGINE_WORKSPACE, FULLTILT
 from fulltilt.tune.description import BatchDescription, EngineDescription, Role, RoleDescription, RunDescription, TrainLayout
@@ -60,6 +60,7 @@ from fulltilt.words import joined, many
 HOST_SHARE = 2  # host memory of a machine for each of its GPUs, as a multiple of the GPU's memory (DGX H100: 2 TB for 640 GB)
 PROMPT_TOKENS = 256  # mean tokens of a prompt, at most half of the longest
 ROW_TOKENS = 4096  # tokens of the longest row of SFT, if data.max_tokens does not set them
+READERS = ("actor", "ref", "critic")  # roles that read whole samples as tokens of the actor
 BUDGETS_OF = {
     "actor": ("token_budget", "forward_token_budget"),
     "critic": ("critic_token_budget", "critic_forward_token_budget"),
@@ -80,8 +81,9 @@ class OwnPlan:
 def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | None) -> OwnPlan:
     """Plan a run. `response`: mean tokens; None: a quarter of the longest."""
     check_device(config, cluster)
-    settings, lengths = algorithm_settings(config), lengths_of(config, shape, response)
-    shapes, unknown = shapes_of(config, shape, settings)
+    settings, (shapes, unknown) = algorithm_settings(config), shapes_of(config, shape)
+    lengths = lengths_of(config, shapes, response)
+    check_readers(config, shapes, lengths)
     teams = teams_of(config, shapes, cluster, lengths)
     first = teams["actor"]
     run = actor_run(config, shape, first, settings, lengths)
@@ -94,32 +96,43 @@ def own_plan(config: Config, shape: Shape, cluster: Cluster, response: float | N
     return OwnPlan(run, knobs, words, refused, reasons_of(config, teams, knobs))
 
 
-def lengths_of(config: Config, shape: Shape, response: float | None) -> Lengths:
+def lengths_of(config: Config, shapes: Mapping[str, Shape], response: float | None) -> Lengths:
     """Return the lengths of prompts and responses; if rows are given (SFT), the whole row counts as response."""
-    longest = longest_row(config, shape)
-    if not preset_of(config).rollout:
-        return Lengths(0, longest, 0.0, min(longest, longest / 4 if response is None else response))
-    longest, prompt = longest_response(config), longest_prompt(config, shape)
-    return Lengths(prompt, longest, min(PROMPT_TOKENS, prompt / 2), min(longest, longest / 4 if response is None else response))
+    sampled = preset_of(config).rollout
+    most = config.rollout.max_new_tokens if sampled else longest_row(config, shapes["actor"])
+    mean = min(most, most / 4 if response is None else response)
+    if not sampled:
+        return Lengths(0, most, 0.0, mean)
+    prompt = longest_prompt(config, shapes)
+    return Lengths(prompt, most, min(PROMPT_TOKENS, prompt / 2), mean, longest_response(config))
 
 
-def longest_prompt(config: Config, shape: Shape) -> int:
-    """Return the tokens of the longest prompt that there may be: beside the longest response the model must have positions for it."""
+def longest_prompt(config: Config, shapes: Mapping[str, Shape]) -> int:
+    """Return the tokens of the longest prompt that there may be: every model that reads samples must have positions for it, beside the
+    longest response."""
+    limits = [shapes[role].positions for role in READERS if role in shapes]
+    least = min((limit for limit in limits if limit is not None), default=None)
     most = config.data.max_prompt_tokens
-    return most if shape.positions is None else min(most, max(1, shape.positions - longest_response(config)))
+    return most if least is None else min(most, max(1, least - longest_response(config)))
 
 
-def longest_row(config: Config, shape: Shape) -> int:
-    """Return the tokens of the longest row of SFT."""
+def check_readers(config: Config, shapes: Mapping[str, Shape], lengths: Lengths) -> None:
+    """Refuse responses that are longer than the context of a model beside the actor, as the run does."""
+    for role in (role for role in READERS if shapes.get(role, shapes["actor"]) is not shapes["actor"]):
+        check_context(config, lengths.most_prompt, shapes[role].positions, rollout=True, whose=f"the model of {role}.path")
+
+
+def longest_row(config: Config, shape: Shape | None) -> int:
+    """Return the tokens of the longest row of SFT, for which the model must have positions. `shape`: None if it is not known yet."""
     most = config.data.max_tokens or ROW_TOKENS
-    return most if shape.positions is None else min(most, shape.positions)
+    return most if shape is None or shape.positions is None else min(most, shape.positions)
 
 
-def shapes_of(config: Config, shape: Shape, settings: Mapping[str, Any]) -> tuple[dict[str, Shape], list[str]]:
+def shapes_of(config: Config, shape: Shape) -> tuple[dict[str, Shape], list[str]]:
     """Return the roles that have a model of their own, with its shape, and notes about paths whose size is not known."""
     found, unknown = {"actor": shape}, list[str]()
     used = {
-        "ref": compares(settings) and not shares_model(config),
+        "ref": compares(config) and not shares_model(config),
         "critic": bool(preset_of(config).critic),
         "reward_model": preset_of(config).rollout and uses_reward_model(config),
     }
@@ -133,9 +146,9 @@ def shapes_of(config: Config, shape: Shape, settings: Mapping[str, Any]) -> tupl
     return found, unknown
 
 
-def compares(settings: Mapping[str, Any]) -> bool:
+def compares(config: Config) -> bool:
     """Return whether the run has a reference role."""
-    return bool(settings.get("kl_coef") or settings.get("reward_kl_coef"))
+    return "ref_logprobs" in needs_of(config)
 
 
 # ---- teams -------------------------------------------------------------------------------------------------------------------------------
@@ -327,7 +340,7 @@ def actor_run(config: Config, shape: Shape, team: TeamPlan, settings: Mapping[st
         ),
         old_logprobs=sampled and reads_old(config, settings),
         trained=RoleFacts.of_shape(shape, config, "cuda", learns=True).trained if config.lora.rank else None,
-        shared_reference=compares(settings) and shares_model(config),
+        shared_reference=compares(config) and shares_model(config),
         fused_rope=True,
         entropy=bool(settings.get("entropy_coef")),
         rollout=sampled,
@@ -355,12 +368,10 @@ def engine_share(config: Config, shape: Shape, team: TeamPlan, *, copies: bool) 
 
 
 def reads_old(config: Config, settings: Mapping[str, Any]) -> bool:
-    """Return whether the trainer computes log-probs before the first update, as algo/build.py decides it: with one optimizer step they are
-    those of the update itself."""
-    preset, level = preset_of(config), str(settings.get("importance_level", "token"))
-    moved = updates_per_step(config) > 1 and preset.reads_old and level != "bypass"
-    corrected = bool(bounds_of(settings)) or level.endswith("normalized")
-    return bool(settings.get("reward_kl_coef")) or moved or corrected or "old_logprobs" in preset.needs
+    """Return whether the trainer computes log-probs before the first update, as algo/build.py decides it: for the loss, or for a
+    correction before it."""
+    corrected = bool(bounds_of(settings)) or str(settings.get("importance_level")).endswith("normalized")
+    return corrected or "old_logprobs" in needs_of(config)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------------------------------

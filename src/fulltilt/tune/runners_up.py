@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fulltilt.config import checked
 from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import expert_counts, legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.plan.cache import MOST_SEQS
 from fulltilt.plan.legal import illegal_on
 from fulltilt.plan.micro_batches import TOKEN_BUDGET
 from fulltilt.records import UserError
-from fulltilt.schema import Config, keys, samples_from_copy, shown, value_of
+from fulltilt.schema import Config, keys, samples_from_copy, shown, value_of, with_settings
 from fulltilt.settings import is_set
 from fulltilt.shape import Shape
 from fulltilt.tune.memory_model import MemoryModel, memory_of
@@ -47,7 +48,7 @@ class PlannedRun:
     response: float | None
 
     def but(self, changes: Changes) -> PlannedRun:
-        return replace(self, config=changed(self.config, changes))
+        return replace(self, config=with_settings(self.config, changes))
 
     def mistakes(self) -> list[str]:
         """Return what the run would refuse on these devices."""
@@ -60,21 +61,14 @@ class PlannedRun:
 
     def outcome(self) -> PredictedPlan | None:
         """Return the prediction for this run; None: it is not legal."""
-        if self.mistakes():
-            return None
         try:
+            checked(self.config)
+            if self.mistakes():
+                return None
             own = own_plan(self.config, self.shape, self.cluster, self.response)
         except UserError:
             return None
         return PredictedPlan(own, memory_of(own.run), seconds_of(own.run).total)
-
-
-def changed(config: Config, changes: Changes) -> Config:
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in sections.items()})
 
 
 @dataclass(frozen=True)
@@ -294,7 +288,7 @@ def single_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     changes += [{"train.recompute": "full"}, {"train.offload_optimizer": True}, {"train.offload_activations": True}]
     seqs = value_of(config, "rollout.max_seqs")
     most = seqs if isinstance(seqs, int) else MOST_SEQS[device]
-    changes += [{"rollout.max_seqs": most // part} for part in (4, 16)]
+    changes += [{"rollout.max_seqs": most // part} for part in (4, 16) if most >= part]
     if gpus > 1:
         changes += [{"train.shard": "full"}]
         sizes = [size for size in sizes_of_layers(planned, {}) if size > 1]
@@ -334,6 +328,8 @@ def all_changes(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def more_gpus(planned: PlannedRun, words: str) -> Iterator[tuple[str, PlannedRun]]:
+    if planned.cluster.gpu.is_cpu:  # more workers of a machine would share the same memory
+        return
     for factor in (2, 4, 8, 16, 32, 64):
         cluster = replace(planned.cluster, gpus=factor * planned.cluster.gpus)
         fixed = [key for key in ("cluster.workers", "cluster.nodes") if is_set(planned.config, key)]

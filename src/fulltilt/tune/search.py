@@ -20,7 +20,7 @@ from fulltilt.hardware import Cluster
 from fulltilt.parallel.cuts import legal_expert_sizes, legal_sequence_sizes, legal_sizes
 from fulltilt.plan.cache import MOST_SEQS
 from fulltilt.records import UserError
-from fulltilt.schema import Config, toml_value
+from fulltilt.schema import Config, with_settings
 from fulltilt.settings import is_set
 from fulltilt.shape import Shape
 from fulltilt.tune.description import AS_MODELLED, Calibration
@@ -80,6 +80,10 @@ class Prediction:
         the least memory."""
         missing = 0.0 if self.fits else self.memory.overshoot + (1.0 if self.refused else 0.0)
         return not self.fits, missing, self.step_s, len(self.settings), self.most_bytes, repr(self.settings)
+
+    def beats(self, other: Prediction) -> bool:
+        """Return whether this one is faster by more than predictions can be wrong, or alone fits."""
+        return self.fits and not (other.fits and other.step_s - self.step_s <= DIFFERENT * self.step_s)
 
 
 @dataclass(frozen=True)
@@ -188,15 +192,6 @@ def of_layout(config: Config, shape: Shape, cluster: Cluster) -> Iterator[Axis]:
 # ---- predictions -------------------------------------------------------------------------------------------------------------------------
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration with these keys set, without checking them."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        by_section.setdefault(section, {})[name] = value
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=own) for name, own in by_section.items()})
-
-
 class SettingsPredictor:
     """Predicts settings, each only once."""
 
@@ -235,10 +230,8 @@ class SettingsPredictor:
         return self._legal[settings]
 
     def _refusal(self, settings: Settings) -> str:
-        config = self.config
-        given = {name: {key: getattr(table, key) for key in sorted(table.model_fields_set)} for name, table in config}
         try:
-            checked = configuration.parse(given, [f"{key}={toml_value(value)}" for key, value in settings], here=False)
+            checked = configuration.checked(with_settings(self.config, dict(settings)))
         except UserError as error:
             return str(error)
         return next(iter(self.rules(checked)), "")

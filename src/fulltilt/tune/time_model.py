@@ -609,7 +609,7 @@ class DecodeCosts:
         """Return the tokens of a sample that one program of decoding's attention reads in sequence."""
         layer = max(self.run.shape.layers, key=lambda own: own.head_width)
         keys = max(1, layer.key_heads // self.run.engine.tensor)
-        launch = launch_for(max(1, int(running)), keys, layer.head_width, self.run.itemsize, self.run.lengths.longest_row)
+        launch = launch_for(max(1, int(running)), keys, layer.head_width, self.run.itemsize, self.run.lengths.longest_sampled)
         return context if context <= launch.whole else max(launch.fewest, context / launch.splits)
 
 
