@@ -288,7 +288,7 @@ def wrong_groups(layout: TrainLayout, gpus: int, layers: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Division:
+class EvenSplit:
     """A number of GPUs, heads or experts that a run divides into equal parts."""
 
     place: str  # key of the description that sets the parts
@@ -307,19 +307,19 @@ class Division:
         return ValueMistake(self.place, text)
 
 
-def divisions(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Division]:
+def even_splits(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[EvenSplit]:
     """Yield what must be divided evenly, beside GPUs into groups. `tensor`: GPUs of a rollout engine."""
     gpus, experts, engine = cluster.gpus, counts_of_experts(shape), f"tensor = {tensor}"
     heads_apart, experts_apart = layout.tensor * layout.sequence, layout.pipeline * layout.expert * layout.expert_tensor
-    yield Division("rollout.tensor", gpus, "GPUs", tensor, engine)
-    yield Division("train.layout", gpus, "GPUs", layout.shard, f"fsdp{layout.shard}")
+    yield EvenSplit("rollout.tensor", gpus, "GPUs", tensor, engine)
+    yield EvenSplit("train.layout", gpus, "GPUs", layout.shard, f"fsdp{layout.shard}")
     if experts:  # `wrong_layout` has another message for dense models
-        yield Division("train.layout", gpus, "GPUs", experts_apart, sizes(pp=layout.pipeline, ep=layout.expert, etp=layout.expert_tensor))
+        yield EvenSplit("train.layout", gpus, "GPUs", experts_apart, sizes(pp=layout.pipeline, ep=layout.expert, etp=layout.expert_tensor))
     for count in experts:
-        yield Division("train.layout", count, "experts", layout.expert, f"ep{layout.expert}")
+        yield EvenSplit("train.layout", count, "experts", layout.expert, f"ep{layout.expert}")
     for heads in sorted({layer.heads for layer in shape.layers}):
-        yield Division("train.layout", heads, "attention heads", heads_apart, sizes(tp=layout.tensor, sp=layout.sequence))
-        yield Division("rollout.tensor", heads, "attention heads", tensor, engine)
+        yield EvenSplit("train.layout", heads, "attention heads", heads_apart, sizes(tp=layout.tensor, sp=layout.sequence))
+        yield EvenSplit("rollout.tensor", heads, "attention heads", tensor, engine)
 
 
 def sizes(**given: int) -> str:
@@ -335,7 +335,7 @@ def counts_of_experts(shape: Shape) -> list[int]:
 def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
     """Yield why a described run cannot be laid out as its description says."""
     yield from (ValueMistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
-    yield from (own.mistake for own in divisions(layout, cluster, shape, tensor) if own.uneven)
+    yield from (own.mistake for own in even_splits(layout, cluster, shape, tensor) if own.uneven)
     if layout.divides_experts and not counts_of_experts(shape):
         own = sizes(ep=layout.expert, etp=layout.expert_tensor)
         yield ValueMistake(
