@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -640,6 +641,33 @@ def test_an_engine_divides_gpus_and_heads_evenly() -> None:
         f"{beginning}28 attention heads cannot be divided evenly among 8 (tensor = 8). Give a size that divides 28"
     ]
     assert mistakes_of(changed({"rollout.tensor": 14}))[0].startswith(f"{beginning}8 GPUs cannot be divided evenly among 14 (tensor = 14)")
+
+
+def typed(words: str, values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a description with the changes of a remedy."""
+    sizes = {"tp": r"(?<!rollout )tensor parallelism of (\d+)", "pp": r"(\d+) pipeline stages"}
+    layout = "".join(f"{word}{match[1]}" for word, pattern in sizes.items() if (match := re.search(pattern, words)))
+    found: dict[str, object] = {**values, "train.layout": f"{values.get('train.layout', 'tp4')}{layout}"}
+    if match := re.search(r"rollout tensor parallelism of (\d+)", words):
+        found["rollout.tensor"] = int(match[1])
+    if match := re.search(r"(\d+) GPUs", words):
+        found["hardware.gpus"] = f"{match[1]}xH100"
+    return found | ({"train.recompute": "full"} if "full recompute" in words else {})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train.layout": "ep8", "lengths.most_response": 2048, "lengths.response": 1024, **EXPERTS},
+        {"train.recompute": "full", "hardware.gpus": "12xH100", "model.shape": "Qwen2.5-14B", "rollout.memory_share": 0.08},
+    ],
+    ids=["experts", "12 GPUs"],
+)
+def test_ways_to_fit_can_be_typed(values: dict[str, object]) -> None:
+    found = report_of(describe(changed(values))).remedies()
+    assert found
+    for way in found:
+        assert report_of(describe(changed(typed(way.words, values)))).fits, way.words
 
 
 @pytest.mark.parametrize(
