@@ -220,6 +220,19 @@ def test_an_empty_layout_in_columns_of_sizes_is_data_parallel(tmp_path: Path) ->
     assert [row.run.layout for row in read_table(path).rows] == [TrainLayout(), TrainLayout(tensor=2)]
 
 
+def test_the_shape_of_the_command_line_is_that_of_all_rows(tmp_path: Path) -> None:
+    """It may be a folder, and an unknown one is refused, even if cells or the file's name have a model."""
+    path = tmp_path / "grpo_qwen2.5_7b.csv"
+    path.write_text("model,GPU,num_gpus,train_parallel\n,H100,8,tp4\nQwen3-8B,H100,8,tp4\n")
+    own = PUBLISHED["Qwen2.5-7B"] | {"num_hidden_layers": 20}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    for shape, layers in ((None, [28, 36]), ("Qwen2.5-14B", [48, 48]), (str(tmp_path), [20, 20])):
+        assert [len(row.run.shape.layers) for row in read_table(path, shape=shape).rows] == layers
+    for wrong in ("Qwen9-99B", ""):
+        with pytest.raises(UserError, match=f"^'{wrong}' is neither a folder with a config.json nor a named shape"):
+            read_table(path, shape=wrong)
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"no column for gpus, train_parallel"):

@@ -29,7 +29,7 @@ from fulltilt.tune.constants import VERL
 from fulltilt.tune.description import LAYOUT_WORDS, Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import MemoryModel, memory_of
-from fulltilt.tune.shapes import find_shape
+from fulltilt.tune.shapes import find_shape, named_shape
 from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
 
 TIMES = ("step", "rollout", "generation", "update_actor", "old_logp", "ref_logp", "reshard")
@@ -146,7 +146,9 @@ class RowPrediction:
 
 
 def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> PublishedTable:
-    """Read a table. `hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, if the table does not name it."""
+    """Read a table. `hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model of all rows, by name or as
+    a folder, instead of those that cells or the file's name have."""
+    named = None if shape is None else named_shape(shape)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,7 +168,7 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
             continue
         given.setdefault("train_parallel", "".join(f"{word}{cells[header]}" for word, header in sizes.items() if cells.get(header)) or "dp")
         try:
-            rows.append(row_of(given, path, stated, shape, line))
+            rows.append(row_of(given, path, stated, named, line))
         except UserError as error:
             skipped.append(f"line {line}: {error}")
     if not rows:
@@ -220,10 +222,15 @@ def gpus_of(given: Mapping[str, str]) -> int:
     return GPUS_PER_MACHINE * int(number_in(given.get("nodes", ""), "num_gpus"))
 
 
-def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str | None, line: int) -> TableRow:
-    sizes = find_shape(shape or given.get("model") or "") or find_shape(path.stem)
+def shape_in(cell: str, path: Path) -> Shape:
+    """Return the shape of the model that a cell names, or else the name of the file."""
+    sizes = find_shape(cell) or find_shape(path.stem)
     if sizes is None:
-        raise UserError(f"model {given.get('model') or path.stem!r} is not known. Name it with --shape")
+        raise UserError(f"model {cell or path.stem!r} is not known. Name it with --shape")
+    return Shape.from_config(sizes)
+
+
+def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: Shape | None, line: int) -> TableRow:
     number = given.get("number") or str(line)
     layout, other = given["train_parallel"], given.get("other", "").lower()
     gpus = gpus_of(given)
@@ -235,7 +242,7 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
     offload = truth(given.get("offload"), facts.offload)
     everything = "all optimi" in other
     run = RunDescription(
-        shape=Shape.from_config(sizes),
+        shape=shape or shape_in(given.get("model", ""), path),
         cluster=cluster,
         lengths=Lengths(tokens_in(given.get("most_prompt"), 2048), tokens_in(given.get("most_response"), 8192)),
         backend=backend,
