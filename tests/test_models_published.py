@@ -233,6 +233,52 @@ def test_the_shape_of_the_command_line_is_that_of_all_rows(tmp_path: Path) -> No
             read_table(path, shape=wrong)
 
 
+HUGE = 400 * "9"
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "words"),
+    [
+        ("infer_parallel", "tp0", "infer_parallel is 0"), ("infer_parallel", f"tp{HUGE}", "infer_parallel is inf"),
+        ("num_gpus", "0x8", "num_gpus is 0"), ("num_gpus", HUGE, "num_gpus is inf"), ("num_gpus", f"{HUGE}x8", "num_gpus is inf"),
+        ("num_gpus", "many", 'num_gpus is "many", which is not a number'), ("train_parallel", f"fsdp{HUGE}", "a size is too large"),
+        ("GPU", "0xH100", "0 is not a possible number of GPUs"), ("memory_share", "60", "memory_share is 60. Give a number from 0.01 to 1"),
+        ("n", "0.5", "samples is 0.5. Give a number from 1 to 10000000"), ("n", "0", "samples is 0"), ("mini_bs", "0", "minibatch is 0"),
+        ("bs", HUGE, "prompts is inf"), ("bs", "0", "prompts is 0"), ("micro_bs_actor", "0", "actor_batch is 0"),
+        ("micro_bs_logp", "0", "logp_batch is 0"), ("max_prompt_len", "0", "most_prompt is 0"), ("step", HUGE, "step is inf"),
+        ("max_response_len", HUGE, "most_response is inf"),
+    ],
+)  # fmt: skip
+def test_a_row_with_an_odd_cell_does_not_stop_the_others(column: str, cell: str, words: str, tmp_path: Path) -> None:
+    row = {"model": "Qwen2.5-7B", "GPU": "H100", "num_gpus": "8", "train_parallel": "tp4", "infer_parallel": "tp1", column: cell}
+    others = {"num_gpus": "8", "train_parallel": "tp4"}  # columns that may not be empty
+    path = tmp_path / "other.csv"
+    path.write_text("\n".join(",".join(cells) for cells in (row, row.values(), {**row, column: others.get(column, "")}.values())))
+    table = read_table(path)
+    assert len(table.rows) == 1 and len(table.skipped) == 1 and table.skipped[0].startswith("line 2: ") and words in table.skipped[0]
+
+
+def test_a_measured_zero_is_no_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "grpo_qwen2.5_7b.csv"
+    path.write_text("GPU,num_gpus,train_parallel,update_actor,step\nH100,8,tp4,0,0\nH100,8,tp4,100,0\n")
+    table = read_table(path)
+    assert len(table.rows) == 2 and not table.skipped
+    found = compare(predict(table))
+    assert found and found.rows == 1 and compare(predict(table), "step") is None
+
+
+def test_other_gpus_skip_the_rows_whose_layout_does_not_divide_them() -> None:
+    path = PUBLISHED_TABLES / f"{DAPO}.csv"
+    table = read_table(path, hardware="4xH100")
+    assert {row.run.cluster.gpus for row in table.rows} == {4} and not any(row.measured or row.ran for row in table.rows)
+    assert len(table.rows) + len(table.skipped) == len(published(DAPO))
+    assert table.skipped[0] == "row 3: 4 GPUs cannot be divided into groups of 8. Change the layout"
+    with pytest.raises(UserError, match=r"^--table .*: no row can be read. row 2: 3 GPUs cannot be divided into groups of 4"):
+        read_table(PUBLISHED_TABLES / f"{GRPO}.csv", hardware="3xH100")
+    with pytest.raises(UserError, match=r"^hardware '8xB999': unknown"):
+        read_table(path, hardware="8xB999")
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"no column for gpus, train_parallel"):

@@ -79,7 +79,10 @@ class TrainLayout:
 
     @staticmethod
     def parse(text: str) -> TrainLayout:
-        found = {name: int(size) for name, size in re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower())}
+        written = dict(re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower()))
+        if any(len(size) > len(str(MOST)) for size in written.values()):
+            raise UserError(f"layout {shown(text)}: a size is too large. Write sizes of at most {MOST}")
+        found = {name: int(size) for name, size in written.items()}
         if unknown := found.keys() - LAYOUT_WORDS.keys() - {"dp", "edp"}:
             raise UserError(
                 f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8"
