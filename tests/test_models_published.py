@@ -657,6 +657,14 @@ def test_values_of_a_description_that_are_not_possible_are_refused(place: str, v
         ({"train.entropy": False}, "train.entropy: model.entropy is given too. Give one of them"),
         ({"batch.token_budget": 9}, "batch.token_budget: train.token_budget is given too. Give one of them"),
         ({"model.shape": "x" * 9000}, "model.shape: cannot be looked up: File name too long. Give another name or path"),
+        (
+            {"train.micro_batch": 4},
+            "train.micro_batch: train.token_budget is given too, which sizes micro-batches by tokens. Give one of them",
+        ),
+        (
+            {"batch.forward_micro_batch": 4},
+            "batch.forward_micro_batch: train.forward_token_budget is given too, which sizes micro-batches by tokens. Give one of them",
+        ),
         ({"lengths.mean": 5}, "lengths: unknown key mean. Known are most_prompt, most_response, prompt, response"),
     ],
 )
@@ -668,7 +676,11 @@ def test_values_of_a_description_that_contradict_others_are_refused(values: dict
     ("values", "words"),
     [
         *(({"train.layout": f"fsdp{size}", **FSDP}, f"8 GPUs cannot be divided evenly among {size} (fsdp{size})") for size in (3, 64)),
-        ({"train.layout": "fsdp8"}, 'fsdp8 needs train.backend = "fsdp"'),
+        *(({"train.layout": own}, f'{own} needs train.backend = "fsdp", which is "megatron"') for own in ("fsdp8", "fsdp1", "fsdp")),
+        ({"train.layout": "tp2dp3"}, "dp3 contradicts the rest: 8 GPUs in groups of 2 make dp4. Change it, or leave it out"),
+        ({"train.layout": "tp2edp77"}, "edp77 contradicts the rest: 8 GPUs in groups of 2 make edp4"),
+        ({"train.layout": "tp2ep4edp4", **EXPERTS}, "edp4 contradicts the rest: 8 GPUs in groups of 4 make edp2"),
+        ({"train.layout": "dp4fsdp4", **FSDP}, "dp4 contradicts the rest: 8 GPUs in groups of 1 make dp8"),
         ({"train.layout": "ep8"}, "ep8 divides experts, and this model has none"),
         ({"train.layout": "etp2"}, "etp2 divides experts, and this model has none"),
         ({"train.layout": "ep64", **EXPERTS}, "8 GPUs cannot be divided evenly among 64 (ep64)"),
@@ -737,6 +749,11 @@ def test_ways_to_fit_can_be_typed(values: dict[str, object]) -> None:
         ({"train.layout": "TP2 PP2, vpp=2"}, TrainLayout(tensor=2, pipeline=2, virtual=2)),
         ({"train.layout": "tp2-pp_2"}, TrainLayout(tensor=2, pipeline=2)),
         ({"train.layout": "fsdp", **FSDP}, TrainLayout()),
+        ({"train.layout": "tp2dp4"}, TrainLayout(tensor=2)),
+        ({"train.layout": "tp2dp04"}, TrainLayout(tensor=2)),
+        ({"train.layout": "tp2ep4dp4edp2", **EXPERTS}, TrainLayout(tensor=2, expert=4)),
+        ({"train.layout": "dp2fsdp4", **FSDP}, TrainLayout(shard=4)),  # two copies of shards on four GPUs each
+        ({"train.layout": "sp4dp2fsdp8", **FSDP}, TrainLayout(sequence=4, shard=8)),
         ({"train.layout": "ulysses4fsdp2", **FSDP}, TrainLayout(sequence=4, shard=2)),
         ({"train.layout": "tp2ep4etp2", **EXPERTS}, TrainLayout(tensor=2, expert=4, expert_tensor=2)),
         ({"train.layout": "tp4pp2vpp2cp2ep8", "hardware.gpus": "16xH100", **EXPERTS}, TrainLayout(4, 2, 2, 2, expert=8)),
@@ -744,6 +761,13 @@ def test_ways_to_fit_can_be_typed(values: dict[str, object]) -> None:
 )
 def test_layouts_of_descriptions_are_read_however_they_are_written(values: dict[str, object], layout: TrainLayout) -> None:
     assert describe(changed(values)).layout == layout
+
+
+@pytest.mark.parametrize(("layout", "backend"), [("fsdp", "fsdp"), ("sp4fsdp8", "fsdp"), ("hsdp4", "fsdp"), ("tp4", "megatron")])
+def test_a_layout_says_which_backend_it_is_of(layout: str, backend: str) -> None:
+    given = changed({"train.layout": layout})
+    del given["train"]["backend"]
+    assert describe(given).backend == backend
 
 
 def test_all_mistakes_of_a_description_are_reported_at_once() -> None:

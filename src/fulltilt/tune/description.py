@@ -9,7 +9,7 @@ wrong values and impossible layouts of a file are all reported at once, each wit
     [hardware]
     gpus = "8xH100-80GB"          # or other hardware: with flops, hbm, host_link, gpu_link, network, memory_gb
     [train]
-    backend = "megatron"          # or fsdp
+    backend = "megatron"          # or fsdp, the default if the layout has that word
     layout = "tp4pp2vpp2cp2ep8"   # fsdp: "sp4fsdp8"
     offload = true
     recompute = "full"
@@ -58,7 +58,8 @@ OF_RUN = (
     "backend", "entropy", "fused_head", "fused_rope", "offload_activations", "offload_grads", "offload_optimizer", "offload_params",
     "offload_reference", "old_logprobs", "reference",
 )  # fmt: skip
-MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] about micro-batches
+BUDGETS = {"token_budget": "micro_batch", "forward_token_budget": "forward_micro_batch"}  # sizes in tokens, and the same in samples
+MICRO_BATCHES = (*BUDGETS, *BUDGETS.values())  # keys of [train] about micro-batches
 OF_MODEL: tuple[Role, ...] = ("critic", "reward_model")  # keys of [model] that add a model of the same size, laid out as the actor's
 SYSTEMS: Mapping[str, SystemCosts] = {"verl": VERL, "fulltilt": FULLTILT}
 
@@ -335,7 +336,7 @@ def counts_of_experts(shape: Shape) -> list[int]:
     return sorted({layer.experts.count for layer in shape.layers if layer.experts})
 
 
-def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
+def wrong_layout(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
     """Yield why a described run cannot be laid out as its description says."""
     yield from (ValueMistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
     yield from (own.mistake for own in even_splits(layout, cluster, shape, tensor) if own.uneven)
@@ -344,8 +345,6 @@ def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape:
         yield ValueMistake(
             "train.layout", f"{own} divides experts, and this model has none. Remove ep and etp, or give a model with experts"
         )
-    if layout.shard > 1 and backend == "megatron":
-        yield ValueMistake("train.layout", f'fsdp{layout.shard} needs train.backend = "fsdp", which is "megatron". Change one of them')
     if layout.virtual > 1 and layout.pipeline == 1:
         yield ValueMistake(
             "train.layout", f"vpp{layout.virtual} divides pipeline stages, and there is only one. Add pp2 or more, or remove vpp"
@@ -355,6 +354,24 @@ def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape:
 LAYOUT_WORD = re.compile(r"([a-z]+)[\s_=:]*([0-9]{0,7})")
 SEPARATORS = " \t\n_,;+/-"
 WITHOUT_SIZE = {"all", "dp", "fsdp"}  # words of a layout that mean all GPUs if no size follows
+
+
+def wrong_words(words: Mapping[str, str], layout: TrainLayout, backend: Backend, gpus: int) -> Iterator[ValueMistake]:
+    """Yield which words of a layout contradict the backend or the number of GPUs, beside those that divide the model."""
+    if "shard" in words and backend == "megatron":
+        yield ValueMistake("train.layout", f'fsdp{words["shard"]} needs train.backend = "fsdp", which is "megatron". Change one of them')
+    copies = {"dp": layout.model_parallel, "edp": layout.pipeline * layout.expert_places * layout.expert_parts}
+    for word, group in copies.items():
+        stated, made = words.get(word), gpus // group
+        hybrid = layout.shard > 1 and stated == str(gpus // layout.shard)  # dp counts copies of the shards
+        if stated and not gpus % group and int(stated) != made and not hybrid:
+            text = f"{word}{stated} contradicts the rest: {gpus} GPUs in groups of {group} make {word}{made}. Change it, or leave it out"
+            yield ValueMistake("train.layout", text)
+
+
+def words_of_layout(text: str) -> dict[str, str]:
+    """Return the words of a layout with their sizes, which may be empty; words that divide the model by their names in `TrainLayout`."""
+    return {LAYOUT_WORDS.get(word, word): size for word, size in LAYOUT_WORD.findall(text.lower())}
 
 
 def described_layout(text: str) -> TrainLayout:
@@ -425,10 +442,11 @@ def describe(
     cluster = cluster if hardware is None else Cluster.parse(hardware, cluster.gpus if cluster else 1)
     layout = taken("train.layout", lambda: described_layout(train.get("layout", "")), mistakes)
     wrong = {mistake.place for mistake in mistakes}
-    backend: Backend = train.get("backend", model.get("backend", "megatron"))
+    words = words_of_layout(train.get("layout", "")) if layout else {}
+    backend: Backend = train.get("backend", model.get("backend", "fsdp" if "shard" in words else "megatron"))
     tensor = 1 if "rollout.tensor" in wrong else parts["rollout"].get("tensor", 1)
     if shape and cluster and layout and wrong.isdisjoint({"train.backend", "model.backend"}):
-        mistakes += wrong_layout(layout, backend, cluster, shape, tensor)
+        mistakes += [*wrong_layout(layout, cluster, shape, tensor), *wrong_words(words, layout, backend, cluster.gpus)]
     if mistakes or not (shape and cluster and layout):
         raise UserError("\n".join(f"{name}: {mistake}" for mistake in mistakes))
     offloads = ("offload_params", "offload_grads", "offload_optimizer")
@@ -443,7 +461,7 @@ def describe(
         system=SYSTEMS[train.get("system", "verl")],
         name=name,
         **dict.fromkeys(offloads, train.get("offload", False))
-        | {key: value for key, value in {**model, **train}.items() if key in SHARED_TYPES},
+        | {key: value for key, value in {**model, **train, "backend": backend}.items() if key in SHARED_TYPES},
     )
     return replace(found, others=tuple(found.beside(role) for role in OF_MODEL if model.get(role)))
 
@@ -466,6 +484,10 @@ def wrong_keys(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[ValueMistake]
     for first, second in ALTERNATIVES:
         for key in sorted(parts[first].keys() & parts[second].keys() & TYPES[first].keys() & TYPES[second].keys()):
             yield ValueMistake(f"{second}.{key}", f"{first}.{key} is given too. Give one of them")
+    for budget, samples in BUDGETS.items():
+        given = {key: f"{section}.{key}" for section in ("train", "batch") for key in (budget, samples) if key in parts[section]}
+        if len(given) > 1:
+            yield ValueMistake(given[samples], f"{given[budget]} is given too, which sizes micro-batches by tokens. Give one of them")
     places = {mistake.place for mistake in wrong}
     for section, key, limit, defaults in LIMITED:
         if places.isdisjoint({f"{section}.{key}", f"{section}.{limit}"}):

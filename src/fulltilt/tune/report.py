@@ -206,5 +206,5 @@ def ways_to_fit(run: RunDescription) -> list[Remedy]:
 def possible_changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
     """Yield the changes whose runs a description may have."""
     for change, changed in changes(run):
-        if not any(wrong_layout(changed.layout, changed.backend, changed.cluster, changed.shape, changed.engine.tensor)):
+        if not any(wrong_layout(changed.layout, changed.cluster, changed.shape, changed.engine.tensor)):
             yield change, changed
