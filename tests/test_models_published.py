@@ -809,6 +809,50 @@ def test_layouts_are_checked_for_the_model_and_gpus_of_the_command_line() -> Non
     assert command.described(path, "16xH100", "Qwen2.5-14B", None).run.cluster.gpus == 16
 
 
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ({"model.shape": "my-own-model", "hardware.gpus": "8xB999"}, {"instead": "Qwen2.5-7B", "hardware": "8xH100"}),
+        ({"model.shape": 7, "hardware.hbm": -1}, {"instead": "Qwen2.5-7B", "hardware": "8xH100"}),
+        ({"hardware.gpus": "8xB999"}, {"hardware": "H100"}),
+        ({"hardware.gpus": 3}, {"hardware": "8xH100"}),
+        ({"lengths.most_response": 200, "lengths.response": 900}, {"response": 100.0}),
+        ({"lengths.response": "long"}, {"response": 100.0}),
+    ],
+)
+def test_what_the_command_line_replaces_is_not_read(values: dict[str, object], options: dict[str, Any]) -> None:
+    run = describe(changed(values), "other.toml", **options)
+    assert (name_of(run.shape), run.cluster.gpus, run.gpu.name) == ("Qwen2.5-7B", 8, "H100")
+    assert run.lengths.response == options.get("response", 1241)
+
+
+def test_a_file_need_not_have_what_the_command_line_has(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text("[lengths]\nmost_response = 512\n")
+    run = read(path, "2xH200", "Qwen2.5-0.5B", 200)
+    assert (run.cluster.gpus, run.shape, run.lengths.response) == (2, named_shape("Qwen2.5-0.5B"), 200)
+    assert read(path, None, "Qwen2.5-0.5B", 200).cluster == Cluster.parse("1xH100")
+    path.write_text('[model]\nshape = "Qwen2.5-7B"\ncritic = true\n')
+    assert read(path, response=200.0) == read(path).with_response(200.0)
+
+
+def test_mistakes_of_the_command_line_are_told_with_those_of_the_file() -> None:
+    def refused(values: Mapping[str, object], **options: Any) -> list[str]:
+        with pytest.raises(UserError) as told:
+            describe(changed(values), "other.toml", **options)
+        return str(told.value).splitlines()
+
+    first, second, third, fourth = refused({"train.layuot": 1}, hardware="8xB999", instead="nothing-7Q", response=9000.0)
+    assert first.startswith("other.toml: train: unknown key layuot") and third.startswith("--shape: 'nothing-7Q' is neither a folder")
+    assert second == "--response-tokens: 9000.0 is more than lengths.most_response = 8192. Give at most 8192"
+    assert fourth.startswith("--hardware: hardware '8xB999': unknown")
+    (missing,) = refused({}, hardware="none.toml")
+    assert missing.startswith("--hardware: none.toml: cannot be read: No such file")
+    for gpus in (8, "0xH100"):  # their number is needed
+        (wrong,) = refused({"hardware.gpus": gpus}, hardware="H100")
+        assert wrong.startswith("other.toml: hardware: ")
+
+
 # Billions of parameters, as the models' own pages have them.
 SIZES = {
     "Qwen2.5-3B": 3.09, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-72B": 72.71, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72,

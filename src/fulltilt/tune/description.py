@@ -37,7 +37,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fulltilt.hardware import Accelerator, Cluster
+from fulltilt.hardware import Accelerator, Cluster, count_of, name_of
 from fulltilt.records import UserError
 from fulltilt.schema import shown
 from fulltilt.shape import Recompute, Shape
@@ -417,29 +417,32 @@ LIMITED: tuple[tuple[str, str, str, Any], ...] = (
 ALTERNATIVES = (("model", "train"), ("train", "batch"))
 
 
-def read(path: Path, hardware: str | None = None, shape: str | None = None) -> RunDescription:
-    """Return the run that a file describes. `hardware`, `shape`: those to take instead of the file's."""
+def read(path: Path, hardware: str | None = None, shape: str | None = None, response: float | None = None) -> RunDescription:
+    """Return the run that a file describes. `hardware`, `shape`, `response`: of the command line, instead of the file's."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read: {getattr(error, 'strerror', error)}. Give a TOML file as docs/planning.md shows it"
         ) from error
-    return describe(given, str(path), hardware, shape)
+    return describe(given, str(path), hardware, shape, response)
 
 
 def describe(
-    given: Mapping[str, Any], name: str = "description", hardware: str | None = None, instead: str | None = None
-) -> RunDescription:
-    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake. `hardware`, and `instead`
-    for the name of the shape: those to take instead of the file's."""
+    given: Mapping[str, Any], name: str = "description", hardware: str | None = None, instead: str | None = None,
+    response: float | None = None,
+) -> RunDescription:  # fmt: skip
+    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake. `hardware`, `instead` for
+    the name of the shape, and `response` for its mean tokens: options of the command line, which replace the file's values unread."""
     parts = {section: dict(own) if isinstance(own := given.get(section, {}), Mapping) else {} for section in ("hardware", *TYPES)}
-    mistakes = [*wrong_sections(given), *wrong_keys(parts)]
     model, train, batch = parts["model"], parts["train"], parts["batch"]
-    shape = taken("model.shape", lambda: named_shape(model["shape"]), mistakes)
-    cluster = taken("hardware", lambda: Cluster.of_figures(parts["hardware"]), mistakes)
-    shape = shape if instead is None else named_shape(instead)
-    cluster = cluster if hardware is None else Cluster.parse(hardware, cluster.gpus if cluster else 1)
+    model |= {} if instead is None else {"shape": instead}
+    parts["lengths"] |= {} if response is None else {"response": response}
+    mistakes = [*wrong_sections(given), *wrong_keys(parts)]
+    if response is not None:
+        mistakes = [replace(each, place="--response-tokens") if each.place == "lengths.response" else each for each in mistakes]
+    shape = taken("model.shape" if instead is None else "--shape", lambda: named_shape(model["shape"]), mistakes)
+    cluster = described_gpus(parts["hardware"], hardware, mistakes)
     layout = taken("train.layout", lambda: described_layout(train.get("layout", "")), mistakes)
     wrong = {mistake.place for mistake in mistakes}
     words = words_of_layout(train.get("layout", "")) if layout else {}
@@ -448,7 +451,7 @@ def describe(
     if shape and cluster and layout and wrong.isdisjoint({"train.backend", "model.backend"}):
         mistakes += [*wrong_layout(layout, cluster, shape, tensor), *wrong_words(words, layout, backend, cluster.gpus)]
     if mistakes or not (shape and cluster and layout):
-        raise UserError("\n".join(f"{name}: {mistake}" for mistake in mistakes))
+        raise UserError("\n".join(str(each) if each.place.startswith("--") else f"{name}: {each}" for each in mistakes))
     offloads = ("offload_params", "offload_grads", "offload_optimizer")
     found = RunDescription(
         shape=shape,
@@ -464,6 +467,23 @@ def describe(
         | {key: value for key, value in {**model, **train, "backend": backend}.items() if key in SHARED_TYPES},
     )
     return replace(found, others=tuple(found.beside(role) for role in OF_MODEL if model.get(role)))
+
+
+def described_gpus(section: Mapping[str, Any], hardware: str | None, mistakes: list[ValueMistake]) -> Cluster | None:
+    """Return the GPUs of [hardware], or those of the command line: as many as [hardware] names if it gives no number."""
+    if hardware is None:
+        return taken("hardware", lambda: Cluster.of_figures(section), mistakes)
+    found = taken("--hardware", lambda: Cluster.parse(hardware), mistakes)
+    if found is None or Cluster.parse(hardware, found.gpus + 1) == found:
+        return found
+    count = taken("hardware", lambda: number_of_gpus(section), mistakes)
+    return replace(found, gpus=count) if count else None
+
+
+def number_of_gpus(section: Mapping[str, Any]) -> int:
+    """Return the number of GPUs of [hardware], whose name and figures need not be known."""
+    text = section.get("gpus", "")
+    return count_of(text) if isinstance(text, str) and name_of(text)[:1].isalpha() else Cluster.of_figures(section).gpus
 
 
 def wrong_sections(given: Mapping[str, Any]) -> Iterator[ValueMistake]:
@@ -509,7 +529,7 @@ def taken(place: str, read: Callable[[], Read], mistakes: list[ValueMistake]) ->
     try:
         return read()
     except UserError as error:
-        mistakes += [ValueMistake(place, line.removeprefix(f"{place}: ")) for line in str(error).splitlines()]
+        mistakes += [ValueMistake(place, line.removeprefix(place).removeprefix(":").strip()) for line in str(error).splitlines()]
     except OSError as error:  # a name that no file can have
         mistakes.append(ValueMistake(place, f"cannot be looked up: {error.strerror}. Give another name or path"))
     return None
