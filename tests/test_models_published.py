@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -217,6 +218,65 @@ def test_an_empty_layout_in_columns_of_sizes_is_data_parallel(tmp_path: Path) ->
     path = tmp_path / "sizes.csv"
     path.write_text("model,GPU,num_gpus,TP,PP\nqwen2.5 7b,H100,8,,\nqwen2.5 7b,H100,8,2,\n")
     assert [row.run.layout for row in read_table(path).rows] == [TrainLayout(), TrainLayout(tensor=2)]
+
+
+def test_the_shape_of_the_command_line_is_that_of_all_rows(tmp_path: Path) -> None:
+    """It may be a folder, and an unknown one is refused, even if cells or the file's name have a model."""
+    path = tmp_path / "grpo_qwen2.5_7b.csv"
+    path.write_text("model,GPU,num_gpus,train_parallel\n,H100,8,tp4\nQwen3-8B,H100,8,tp4\n")
+    own = PUBLISHED["Qwen2.5-7B"] | {"num_hidden_layers": 20}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    for shape, layers in ((None, [28, 36]), ("Qwen2.5-14B", [48, 48]), (str(tmp_path), [20, 20])):
+        assert [len(row.run.shape.layers) for row in read_table(path, shape=shape).rows] == layers
+    for wrong in ("Qwen9-99B", ""):
+        with pytest.raises(UserError, match=f"^'{wrong}' is neither a folder with a config.json nor a named shape"):
+            read_table(path, shape=wrong)
+
+
+HUGE = 400 * "9"
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "words"),
+    [
+        ("infer_parallel", "tp0", "infer_parallel is 0"), ("infer_parallel", f"tp{HUGE}", "infer_parallel is inf"),
+        ("num_gpus", "0x8", "num_gpus is 0"), ("num_gpus", HUGE, "num_gpus is inf"), ("num_gpus", f"{HUGE}x8", "num_gpus is inf"),
+        ("num_gpus", "many", 'num_gpus is "many", which is not a number'), ("train_parallel", f"fsdp{HUGE}", "a size is too large"),
+        ("GPU", "0xH100", "0 is not a possible number of GPUs"), ("memory_share", "60", "memory_share is 60. Give a number from 0.01 to 1"),
+        ("n", "0.5", "samples is 0.5. Give a number from 1 to 10000000"), ("n", "0", "samples is 0"), ("mini_bs", "0", "minibatch is 0"),
+        ("bs", HUGE, "prompts is inf"), ("bs", "0", "prompts is 0"), ("micro_bs_actor", "0", "actor_batch is 0"),
+        ("micro_bs_logp", "0", "logp_batch is 0"), ("max_prompt_len", "0", "most_prompt is 0"), ("step", HUGE, "step is inf"),
+        ("max_response_len", HUGE, "most_response is inf"),
+    ],
+)  # fmt: skip
+def test_a_row_with_an_odd_cell_does_not_stop_the_others(column: str, cell: str, words: str, tmp_path: Path) -> None:
+    row = {"model": "Qwen2.5-7B", "GPU": "H100", "num_gpus": "8", "train_parallel": "tp4", "infer_parallel": "tp1", column: cell}
+    others = {"num_gpus": "8", "train_parallel": "tp4"}  # columns that may not be empty
+    path = tmp_path / "other.csv"
+    path.write_text("\n".join(",".join(cells) for cells in (row, row.values(), {**row, column: others.get(column, "")}.values())))
+    table = read_table(path)
+    assert len(table.rows) == 1 and len(table.skipped) == 1 and table.skipped[0].startswith("line 2: ") and words in table.skipped[0]
+
+
+def test_a_measured_zero_is_no_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "grpo_qwen2.5_7b.csv"
+    path.write_text("GPU,num_gpus,train_parallel,update_actor,step\nH100,8,tp4,0,0\nH100,8,tp4,100,0\n")
+    table = read_table(path)
+    assert len(table.rows) == 2 and not table.skipped
+    found = compare(predict(table))
+    assert found and found.rows == 1 and compare(predict(table), "step") is None
+
+
+def test_other_gpus_skip_the_rows_whose_layout_does_not_divide_them() -> None:
+    path = PUBLISHED_TABLES / f"{DAPO}.csv"
+    table = read_table(path, hardware="4xH100")
+    assert {row.run.cluster.gpus for row in table.rows} == {4} and not any(row.measured or row.ran for row in table.rows)
+    assert len(table.rows) + len(table.skipped) == len(published(DAPO))
+    assert table.skipped[0] == "row 3: 4 GPUs cannot be divided into groups of 8. Change the layout"
+    with pytest.raises(UserError, match=r"^--table .*: no row can be read. row 2: 3 GPUs cannot be divided into groups of 4"):
+        read_table(PUBLISHED_TABLES / f"{GRPO}.csv", hardware="3xH100")
+    with pytest.raises(UserError, match=r"^hardware '8xB999': unknown"):
+        read_table(path, hardware="8xB999")
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -597,6 +657,14 @@ def test_values_of_a_description_that_are_not_possible_are_refused(place: str, v
         ({"train.entropy": False}, "train.entropy: model.entropy is given too. Give one of them"),
         ({"batch.token_budget": 9}, "batch.token_budget: train.token_budget is given too. Give one of them"),
         ({"model.shape": "x" * 9000}, "model.shape: cannot be looked up: File name too long. Give another name or path"),
+        (
+            {"train.micro_batch": 4},
+            "train.micro_batch: train.token_budget is given too, which sizes micro-batches by tokens. Give one of them",
+        ),
+        (
+            {"batch.forward_micro_batch": 4},
+            "batch.forward_micro_batch: train.forward_token_budget is given too, which sizes micro-batches by tokens. Give one of them",
+        ),
         ({"lengths.mean": 5}, "lengths: unknown key mean. Known are most_prompt, most_response, prompt, response"),
     ],
 )
@@ -608,7 +676,11 @@ def test_values_of_a_description_that_contradict_others_are_refused(values: dict
     ("values", "words"),
     [
         *(({"train.layout": f"fsdp{size}", **FSDP}, f"8 GPUs cannot be divided evenly among {size} (fsdp{size})") for size in (3, 64)),
-        ({"train.layout": "fsdp8"}, 'fsdp8 needs train.backend = "fsdp"'),
+        *(({"train.layout": own}, f'{own} needs train.backend = "fsdp", which is "megatron"') for own in ("fsdp8", "fsdp1", "fsdp")),
+        ({"train.layout": "tp2dp3"}, "dp3 contradicts the rest: 8 GPUs in groups of 2 make dp4. Change it, or leave it out"),
+        ({"train.layout": "tp2edp77"}, "edp77 contradicts the rest: 8 GPUs in groups of 2 make edp4"),
+        ({"train.layout": "tp2ep4edp4", **EXPERTS}, "edp4 contradicts the rest: 8 GPUs in groups of 4 make edp2"),
+        ({"train.layout": "dp4fsdp4", **FSDP}, "dp4 contradicts the rest: 8 GPUs in groups of 1 make dp8"),
         ({"train.layout": "ep8"}, "ep8 divides experts, and this model has none"),
         ({"train.layout": "etp2"}, "etp2 divides experts, and this model has none"),
         ({"train.layout": "ep64", **EXPERTS}, "8 GPUs cannot be divided evenly among 64 (ep64)"),
@@ -642,6 +714,33 @@ def test_an_engine_divides_gpus_and_heads_evenly() -> None:
     assert mistakes_of(changed({"rollout.tensor": 14}))[0].startswith(f"{beginning}8 GPUs cannot be divided evenly among 14 (tensor = 14)")
 
 
+def typed(words: str, values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a description with the changes of a remedy."""
+    sizes = {"tp": r"(?<!rollout )tensor parallelism of (\d+)", "pp": r"(\d+) pipeline stages"}
+    layout = "".join(f"{word}{match[1]}" for word, pattern in sizes.items() if (match := re.search(pattern, words)))
+    found: dict[str, object] = {**values, "train.layout": f"{values.get('train.layout', 'tp4')}{layout}"}
+    if match := re.search(r"rollout tensor parallelism of (\d+)", words):
+        found["rollout.tensor"] = int(match[1])
+    if match := re.search(r"(\d+) GPUs", words):
+        found["hardware.gpus"] = f"{match[1]}xH100"
+    return found | ({"train.recompute": "full"} if "full recompute" in words else {})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train.layout": "ep8", "lengths.most_response": 2048, "lengths.response": 1024, **EXPERTS},
+        {"train.recompute": "full", "hardware.gpus": "12xH100", "model.shape": "Qwen2.5-14B", "rollout.memory_share": 0.08},
+    ],
+    ids=["experts", "12 GPUs"],
+)
+def test_ways_to_fit_can_be_typed(values: dict[str, object]) -> None:
+    found = report_of(describe(changed(values))).remedies()
+    assert found
+    for way in found:
+        assert report_of(describe(changed(typed(way.words, values)))).fits, way.words
+
+
 @pytest.mark.parametrize(
     ("values", "layout"),
     [
@@ -650,6 +749,11 @@ def test_an_engine_divides_gpus_and_heads_evenly() -> None:
         ({"train.layout": "TP2 PP2, vpp=2"}, TrainLayout(tensor=2, pipeline=2, virtual=2)),
         ({"train.layout": "tp2-pp_2"}, TrainLayout(tensor=2, pipeline=2)),
         ({"train.layout": "fsdp", **FSDP}, TrainLayout()),
+        ({"train.layout": "tp2dp4"}, TrainLayout(tensor=2)),
+        ({"train.layout": "tp2dp04"}, TrainLayout(tensor=2)),
+        ({"train.layout": "tp2ep4dp4edp2", **EXPERTS}, TrainLayout(tensor=2, expert=4)),
+        ({"train.layout": "dp2fsdp4", **FSDP}, TrainLayout(shard=4)),  # two copies of shards on four GPUs each
+        ({"train.layout": "sp4dp2fsdp8", **FSDP}, TrainLayout(sequence=4, shard=8)),
         ({"train.layout": "ulysses4fsdp2", **FSDP}, TrainLayout(sequence=4, shard=2)),
         ({"train.layout": "tp2ep4etp2", **EXPERTS}, TrainLayout(tensor=2, expert=4, expert_tensor=2)),
         ({"train.layout": "tp4pp2vpp2cp2ep8", "hardware.gpus": "16xH100", **EXPERTS}, TrainLayout(4, 2, 2, 2, expert=8)),
@@ -657,6 +761,13 @@ def test_an_engine_divides_gpus_and_heads_evenly() -> None:
 )
 def test_layouts_of_descriptions_are_read_however_they_are_written(values: dict[str, object], layout: TrainLayout) -> None:
     assert describe(changed(values)).layout == layout
+
+
+@pytest.mark.parametrize(("layout", "backend"), [("fsdp", "fsdp"), ("sp4fsdp8", "fsdp"), ("hsdp4", "fsdp"), ("tp4", "megatron")])
+def test_a_layout_says_which_backend_it_is_of(layout: str, backend: str) -> None:
+    given = changed({"train.layout": layout})
+    del given["train"]["backend"]
+    assert describe(given).backend == backend
 
 
 def test_all_mistakes_of_a_description_are_reported_at_once() -> None:
@@ -696,6 +807,50 @@ def test_layouts_are_checked_for_the_model_and_gpus_of_the_command_line() -> Non
     with pytest.raises(UserError, match=r"train.layout: 14 attention heads cannot be divided evenly among 4 \(tp4\)"):
         command.described(path, None, "Qwen2.5-0.5B", None)
     assert command.described(path, "16xH100", "Qwen2.5-14B", None).run.cluster.gpus == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ({"model.shape": "my-own-model", "hardware.gpus": "8xB999"}, {"instead": "Qwen2.5-7B", "hardware": "8xH100"}),
+        ({"model.shape": 7, "hardware.hbm": -1}, {"instead": "Qwen2.5-7B", "hardware": "8xH100"}),
+        ({"hardware.gpus": "8xB999"}, {"hardware": "H100"}),
+        ({"hardware.gpus": 3}, {"hardware": "8xH100"}),
+        ({"lengths.most_response": 200, "lengths.response": 900}, {"response": 100.0}),
+        ({"lengths.response": "long"}, {"response": 100.0}),
+    ],
+)
+def test_what_the_command_line_replaces_is_not_read(values: dict[str, object], options: dict[str, Any]) -> None:
+    run = describe(changed(values), "other.toml", **options)
+    assert (name_of(run.shape), run.cluster.gpus, run.gpu.name) == ("Qwen2.5-7B", 8, "H100")
+    assert run.lengths.response == options.get("response", 1241)
+
+
+def test_a_file_need_not_have_what_the_command_line_has(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text("[lengths]\nmost_response = 512\n")
+    run = read(path, "2xH200", "Qwen2.5-0.5B", 200)
+    assert (run.cluster.gpus, run.shape, run.lengths.response) == (2, named_shape("Qwen2.5-0.5B"), 200)
+    assert read(path, None, "Qwen2.5-0.5B", 200).cluster == Cluster.parse("1xH100")
+    path.write_text('[model]\nshape = "Qwen2.5-7B"\ncritic = true\n')
+    assert read(path, response=200.0) == read(path).with_response(200.0)
+
+
+def test_mistakes_of_the_command_line_are_told_with_those_of_the_file() -> None:
+    def refused(values: Mapping[str, object], **options: Any) -> list[str]:
+        with pytest.raises(UserError) as told:
+            describe(changed(values), "other.toml", **options)
+        return str(told.value).splitlines()
+
+    first, second, third, fourth = refused({"train.layuot": 1}, hardware="8xB999", instead="nothing-7Q", response=9000.0)
+    assert first.startswith("other.toml: train: unknown key layuot") and third.startswith("--shape: 'nothing-7Q' is neither a folder")
+    assert second == "--response-tokens: 9000.0 is more than lengths.most_response = 8192. Give at most 8192"
+    assert fourth.startswith("--hardware: hardware '8xB999': unknown")
+    (missing,) = refused({}, hardware="none.toml")
+    assert missing.startswith("--hardware: none.toml: cannot be read: No such file")
+    for gpus in (8, "0xH100"):  # their number is needed
+        (wrong,) = refused({"hardware.gpus": gpus}, hardware="H100")
+        assert wrong.startswith("other.toml: hardware: ")
 
 
 # Billions of parameters, as the models' own pages have them.

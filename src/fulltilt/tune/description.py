@@ -9,7 +9,7 @@ wrong values and impossible layouts of a file are all reported at once, each wit
     [hardware]
     gpus = "8xH100-80GB"          # or other hardware: with flops, hbm, host_link, gpu_link, network, memory_gb
     [train]
-    backend = "megatron"          # or fsdp
+    backend = "megatron"          # or fsdp, the default if the layout has that word
     layout = "tp4pp2vpp2cp2ep8"   # fsdp: "sp4fsdp8"
     offload = true
     recompute = "full"
@@ -37,7 +37,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fulltilt.hardware import Accelerator, Cluster
+from fulltilt.hardware import Accelerator, Cluster, count_of, name_of
 from fulltilt.records import UserError
 from fulltilt.schema import shown
 from fulltilt.shape import Recompute, Shape
@@ -58,7 +58,8 @@ OF_RUN = (
     "backend", "entropy", "fused_head", "fused_rope", "offload_activations", "offload_grads", "offload_optimizer", "offload_params",
     "offload_reference", "old_logprobs", "reference",
 )  # fmt: skip
-MICRO_BATCHES = ("token_budget", "micro_batch", "forward_token_budget", "forward_micro_batch")  # keys of [train] about micro-batches
+BUDGETS = {"token_budget": "micro_batch", "forward_token_budget": "forward_micro_batch"}  # sizes in tokens, and the same in samples
+MICRO_BATCHES = (*BUDGETS, *BUDGETS.values())  # keys of [train] about micro-batches
 OF_MODEL: tuple[Role, ...] = ("critic", "reward_model")  # keys of [model] that add a model of the same size, laid out as the actor's
 SYSTEMS: Mapping[str, SystemCosts] = {"verl": VERL, "fulltilt": FULLTILT}
 
@@ -79,7 +80,10 @@ class TrainLayout:
 
     @staticmethod
     def parse(text: str) -> TrainLayout:
-        found = {name: int(size) for name, size in re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower())}
+        written = dict(re.findall(r"([a-z]+)[\s_=:-]*(\d+)", text.lower()))
+        if any(len(size) > len(str(MOST)) for size in written.values()):
+            raise UserError(f"layout {shown(text)}: a size is too large. Write sizes of at most {MOST}")
+        found = {name: int(size) for name, size in written.items()}
         if unknown := found.keys() - LAYOUT_WORDS.keys() - {"dp", "edp"}:
             raise UserError(
                 f"layout {text!r}: {', '.join(sorted(unknown))} is unknown. Write for example tp4pp2cp2, tp4pp2vpp2ep8 or sp4fsdp8"
@@ -288,7 +292,7 @@ def wrong_groups(layout: TrainLayout, gpus: int, layers: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Division:
+class EvenSplit:
     """A number of GPUs, heads or experts that a run divides into equal parts."""
 
     place: str  # key of the description that sets the parts
@@ -307,19 +311,19 @@ class Division:
         return ValueMistake(self.place, text)
 
 
-def divisions(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[Division]:
+def even_splits(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[EvenSplit]:
     """Yield what must be divided evenly, beside GPUs into groups. `tensor`: GPUs of a rollout engine."""
     gpus, experts, engine = cluster.gpus, counts_of_experts(shape), f"tensor = {tensor}"
     heads_apart, experts_apart = layout.tensor * layout.sequence, layout.pipeline * layout.expert * layout.expert_tensor
-    yield Division("rollout.tensor", gpus, "GPUs", tensor, engine)
-    yield Division("train.layout", gpus, "GPUs", layout.shard, f"fsdp{layout.shard}")
+    yield EvenSplit("rollout.tensor", gpus, "GPUs", tensor, engine)
+    yield EvenSplit("train.layout", gpus, "GPUs", layout.shard, f"fsdp{layout.shard}")
     if experts:  # `wrong_layout` has another message for dense models
-        yield Division("train.layout", gpus, "GPUs", experts_apart, sizes(pp=layout.pipeline, ep=layout.expert, etp=layout.expert_tensor))
+        yield EvenSplit("train.layout", gpus, "GPUs", experts_apart, sizes(pp=layout.pipeline, ep=layout.expert, etp=layout.expert_tensor))
     for count in experts:
-        yield Division("train.layout", count, "experts", layout.expert, f"ep{layout.expert}")
+        yield EvenSplit("train.layout", count, "experts", layout.expert, f"ep{layout.expert}")
     for heads in sorted({layer.heads for layer in shape.layers}):
-        yield Division("train.layout", heads, "attention heads", heads_apart, sizes(tp=layout.tensor, sp=layout.sequence))
-        yield Division("rollout.tensor", heads, "attention heads", tensor, engine)
+        yield EvenSplit("train.layout", heads, "attention heads", heads_apart, sizes(tp=layout.tensor, sp=layout.sequence))
+        yield EvenSplit("rollout.tensor", heads, "attention heads", tensor, engine)
 
 
 def sizes(**given: int) -> str:
@@ -332,17 +336,15 @@ def counts_of_experts(shape: Shape) -> list[int]:
     return sorted({layer.experts.count for layer in shape.layers if layer.experts})
 
 
-def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
+def wrong_layout(layout: TrainLayout, cluster: Cluster, shape: Shape, tensor: int) -> Iterator[ValueMistake]:
     """Yield why a described run cannot be laid out as its description says."""
     yield from (ValueMistake("train.layout", wrong) for wrong in wrong_groups(layout, cluster.gpus, len(shape.layers)))
-    yield from (own.mistake for own in divisions(layout, cluster, shape, tensor) if own.uneven)
+    yield from (own.mistake for own in even_splits(layout, cluster, shape, tensor) if own.uneven)
     if layout.divides_experts and not counts_of_experts(shape):
         own = sizes(ep=layout.expert, etp=layout.expert_tensor)
         yield ValueMistake(
             "train.layout", f"{own} divides experts, and this model has none. Remove ep and etp, or give a model with experts"
         )
-    if layout.shard > 1 and backend == "megatron":
-        yield ValueMistake("train.layout", f'fsdp{layout.shard} needs train.backend = "fsdp", which is "megatron". Change one of them')
     if layout.virtual > 1 and layout.pipeline == 1:
         yield ValueMistake(
             "train.layout", f"vpp{layout.virtual} divides pipeline stages, and there is only one. Add pp2 or more, or remove vpp"
@@ -352,6 +354,24 @@ def wrong_layout(layout: TrainLayout, backend: Backend, cluster: Cluster, shape:
 LAYOUT_WORD = re.compile(r"([a-z]+)[\s_=:]*([0-9]{0,7})")
 SEPARATORS = " \t\n_,;+/-"
 WITHOUT_SIZE = {"all", "dp", "fsdp"}  # words of a layout that mean all GPUs if no size follows
+
+
+def wrong_words(words: Mapping[str, str], layout: TrainLayout, backend: Backend, gpus: int) -> Iterator[ValueMistake]:
+    """Yield which words of a layout contradict the backend or the number of GPUs, beside those that divide the model."""
+    if "shard" in words and backend == "megatron":
+        yield ValueMistake("train.layout", f'fsdp{words["shard"]} needs train.backend = "fsdp", which is "megatron". Change one of them')
+    copies = {"dp": layout.model_parallel, "edp": layout.pipeline * layout.expert_places * layout.expert_parts}
+    for word, group in copies.items():
+        stated, made = words.get(word), gpus // group
+        hybrid = layout.shard > 1 and stated == str(gpus // layout.shard)  # dp counts copies of the shards
+        if stated and not gpus % group and int(stated) != made and not hybrid:
+            text = f"{word}{stated} contradicts the rest: {gpus} GPUs in groups of {group} make {word}{made}. Change it, or leave it out"
+            yield ValueMistake("train.layout", text)
+
+
+def words_of_layout(text: str) -> dict[str, str]:
+    """Return the words of a layout with their sizes, which may be empty; words that divide the model by their names in `TrainLayout`."""
+    return {LAYOUT_WORDS.get(word, word): size for word, size in LAYOUT_WORD.findall(text.lower())}
 
 
 def described_layout(text: str) -> TrainLayout:
@@ -397,37 +417,41 @@ LIMITED: tuple[tuple[str, str, str, Any], ...] = (
 ALTERNATIVES = (("model", "train"), ("train", "batch"))
 
 
-def read(path: Path, hardware: str | None = None, shape: str | None = None) -> RunDescription:
-    """Return the run that a file describes. `hardware`, `shape`: those to take instead of the file's."""
+def read(path: Path, hardware: str | None = None, shape: str | None = None, response: float | None = None) -> RunDescription:
+    """Return the run that a file describes. `hardware`, `shape`, `response`: of the command line, instead of the file's."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read: {getattr(error, 'strerror', error)}. Give a TOML file as docs/planning.md shows it"
         ) from error
-    return describe(given, str(path), hardware, shape)
+    return describe(given, str(path), hardware, shape, response)
 
 
 def describe(
-    given: Mapping[str, Any], name: str = "description", hardware: str | None = None, instead: str | None = None
-) -> RunDescription:
-    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake. `hardware`, and `instead`
-    for the name of the shape: those to take instead of the file's."""
+    given: Mapping[str, Any], name: str = "description", hardware: str | None = None, instead: str | None = None,
+    response: float | None = None,
+) -> RunDescription:  # fmt: skip
+    """Return the description that the tables of a TOML file give. Raises one UserError that holds every mistake. `hardware`, `instead` for
+    the name of the shape, and `response` for its mean tokens: options of the command line, which replace the file's values unread."""
     parts = {section: dict(own) if isinstance(own := given.get(section, {}), Mapping) else {} for section in ("hardware", *TYPES)}
-    mistakes = [*wrong_sections(given), *wrong_keys(parts)]
     model, train, batch = parts["model"], parts["train"], parts["batch"]
-    shape = taken("model.shape", lambda: named_shape(model["shape"]), mistakes)
-    cluster = taken("hardware", lambda: Cluster.of_figures(parts["hardware"]), mistakes)
-    shape = shape if instead is None else named_shape(instead)
-    cluster = cluster if hardware is None else Cluster.parse(hardware, cluster.gpus if cluster else 1)
+    model |= {} if instead is None else {"shape": instead}
+    parts["lengths"] |= {} if response is None else {"response": response}
+    mistakes = [*wrong_sections(given), *wrong_keys(parts)]
+    if response is not None:
+        mistakes = [replace(each, place="--response-tokens") if each.place == "lengths.response" else each for each in mistakes]
+    shape = taken("model.shape" if instead is None else "--shape", lambda: named_shape(model["shape"]), mistakes)
+    cluster = described_gpus(parts["hardware"], hardware, mistakes)
     layout = taken("train.layout", lambda: described_layout(train.get("layout", "")), mistakes)
     wrong = {mistake.place for mistake in mistakes}
-    backend: Backend = train.get("backend", model.get("backend", "megatron"))
+    words = words_of_layout(train.get("layout", "")) if layout else {}
+    backend: Backend = train.get("backend", model.get("backend", "fsdp" if "shard" in words else "megatron"))
     tensor = 1 if "rollout.tensor" in wrong else parts["rollout"].get("tensor", 1)
     if shape and cluster and layout and wrong.isdisjoint({"train.backend", "model.backend"}):
-        mistakes += wrong_layout(layout, backend, cluster, shape, tensor)
+        mistakes += [*wrong_layout(layout, cluster, shape, tensor), *wrong_words(words, layout, backend, cluster.gpus)]
     if mistakes or not (shape and cluster and layout):
-        raise UserError("\n".join(f"{name}: {mistake}" for mistake in mistakes))
+        raise UserError("\n".join(str(each) if each.place.startswith("--") else f"{name}: {each}" for each in mistakes))
     offloads = ("offload_params", "offload_grads", "offload_optimizer")
     found = RunDescription(
         shape=shape,
@@ -440,9 +464,26 @@ def describe(
         system=SYSTEMS[train.get("system", "verl")],
         name=name,
         **dict.fromkeys(offloads, train.get("offload", False))
-        | {key: value for key, value in {**model, **train}.items() if key in SHARED_TYPES},
+        | {key: value for key, value in {**model, **train, "backend": backend}.items() if key in SHARED_TYPES},
     )
     return replace(found, others=tuple(found.beside(role) for role in OF_MODEL if model.get(role)))
+
+
+def described_gpus(section: Mapping[str, Any], hardware: str | None, mistakes: list[ValueMistake]) -> Cluster | None:
+    """Return the GPUs of [hardware], or those of the command line: as many as [hardware] names if it gives no number."""
+    if hardware is None:
+        return taken("hardware", lambda: Cluster.of_figures(section), mistakes)
+    found = taken("--hardware", lambda: Cluster.parse(hardware), mistakes)
+    if found is None or Cluster.parse(hardware, found.gpus + 1) == found:
+        return found
+    count = taken("hardware", lambda: number_of_gpus(section), mistakes)
+    return replace(found, gpus=count) if count else None
+
+
+def number_of_gpus(section: Mapping[str, Any]) -> int:
+    """Return the number of GPUs of [hardware], whose name and figures need not be known."""
+    text = section.get("gpus", "")
+    return count_of(text) if isinstance(text, str) and name_of(text)[:1].isalpha() else Cluster.of_figures(section).gpus
 
 
 def wrong_sections(given: Mapping[str, Any]) -> Iterator[ValueMistake]:
@@ -463,6 +504,10 @@ def wrong_keys(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[ValueMistake]
     for first, second in ALTERNATIVES:
         for key in sorted(parts[first].keys() & parts[second].keys() & TYPES[first].keys() & TYPES[second].keys()):
             yield ValueMistake(f"{second}.{key}", f"{first}.{key} is given too. Give one of them")
+    for budget, samples in BUDGETS.items():
+        given = {key: f"{section}.{key}" for section in ("train", "batch") for key in (budget, samples) if key in parts[section]}
+        if len(given) > 1:
+            yield ValueMistake(given[samples], f"{given[budget]} is given too, which sizes micro-batches by tokens. Give one of them")
     places = {mistake.place for mistake in wrong}
     for section, key, limit, defaults in LIMITED:
         if places.isdisjoint({f"{section}.{key}", f"{section}.{limit}"}):
@@ -484,7 +529,7 @@ def taken(place: str, read: Callable[[], Read], mistakes: list[ValueMistake]) ->
     try:
         return read()
     except UserError as error:
-        mistakes += [ValueMistake(place, line.removeprefix(f"{place}: ")) for line in str(error).splitlines()]
+        mistakes += [ValueMistake(place, line.removeprefix(place).removeprefix(":").strip()) for line in str(error).splitlines()]
     except OSError as error:  # a name that no file can have
         mistakes.append(ValueMistake(place, f"cannot be looked up: {error.strerror}. Give another name or path"))
     return None

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fulltilt.records import UserError
 from fulltilt.shape import Recompute
-from fulltilt.tune.description import RunDescription
+from fulltilt.tune.description import RunDescription, wrong_layout
 from fulltilt.tune.memory_model import MemoryModel, memory_of, parameters
 from fulltilt.tune.own import own_plan
 from fulltilt.tune.runners_up import PlannedRun, Remedy, RunnerUp, in_seconds, remedies, runners_up, told
@@ -171,24 +170,19 @@ def changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
         if share < engine.memory_share:
             yield f"{share} of the memory for the engine", replace(run, engine=replace(engine, memory_share=share))
     for factor in (2, 4, 8):
-        if engine.own_copy and can_cut(run, engine.tensor * factor):
+        if engine.own_copy and engine.tensor * factor <= run.cluster.per_machine:
             wider = replace(engine, tensor=factor * engine.tensor)
             yield f"rollout tensor parallelism of {wider.tensor}", replace(run, engine=wider)
         more = replace(run.cluster, gpus=run.cluster.gpus * factor)
         yield f"{more.gpus} GPUs", replace(run, cluster=more)
         if run.backend != "megatron" or run.data % factor:
             continue
-        if can_cut(run, layout.tensor * factor):
+        if layout.tensor * factor <= run.cluster.per_machine:
             cut = replace(layout, tensor=factor * layout.tensor)
             yield f"tensor parallelism of {cut.tensor}", replace(run, layout=cut)
         if run.system.pipelines and layout.pipeline * factor * layout.virtual <= len(run.shape.layers):
             staged = replace(layout, pipeline=factor * layout.pipeline)
             yield f"{staged.pipeline} pipeline stages", replace(run, layout=staged)
-
-
-def can_cut(run: RunDescription, parts: int) -> bool:
-    """Return whether `parts` GPUs of a machine can share a layer."""
-    return parts <= min(run.cluster.gpus, run.cluster.per_machine) and all(layer.heads % parts == 0 for layer in run.shape.layers)
 
 
 def ways_to_fit(run: RunDescription) -> list[Remedy]:
@@ -198,7 +192,7 @@ def ways_to_fit(run: RunDescription) -> list[Remedy]:
     for _ in range(MOST_CHANGES):
         new: dict[RunDescription, list[str]] = {}
         for before, words in last.items():
-            for change, changed in safe_changes(before):
+            for change, changed in possible_changes(before):
                 new.setdefault(changed, [*words, change])
         found = {changed: memory_of(changed) for changed in new}
         if fitting := [changed for changed in new if found[changed].fits]:
@@ -209,8 +203,8 @@ def ways_to_fit(run: RunDescription) -> list[Remedy]:
     return []
 
 
-def safe_changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
-    try:
-        yield from changes(run)
-    except UserError:  # a layout that the model cannot have
-        return
+def possible_changes(run: RunDescription) -> Iterator[tuple[str, RunDescription]]:
+    """Yield the changes whose runs a description may have."""
+    for change, changed in changes(run):
+        if not any(wrong_layout(changed.layout, changed.cluster, changed.shape, changed.engine.tensor)):
+            yield change, changed

@@ -19,18 +19,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.hardware import GPUS_PER_MACHINE, Cluster
 from fulltilt.records import UserError
+from fulltilt.schema import shown
 from fulltilt.shape import Recompute, Shape
 from fulltilt.tune.constants import VERL
-from fulltilt.tune.description import LAYOUT_WORDS, Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
+from fulltilt.tune.description import LAYOUT_WORDS, RANGES, Backend, BatchDescription, EngineDescription, RunDescription, TrainLayout
 from fulltilt.tune.lengths import Lengths
 from fulltilt.tune.memory_model import MemoryModel, memory_of
-from fulltilt.tune.shapes import find_shape
+from fulltilt.tune.shapes import find_shape, named_shape
 from fulltilt.tune.time_model import StepSeconds, seconds_of, update_seconds
+from fulltilt.tune.values import MOST
+
+Default = TypeVar("Default")
 
 TIMES = ("step", "rollout", "generation", "update_actor", "old_logp", "ref_logp", "reshard")
 
@@ -119,6 +123,10 @@ class PublishedTable:
     rows: Sequence[TableRow]
     skipped: Sequence[str] = ()  # rows that could not be read, and why
 
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise UserError(f"--table {self.path}: no row can be read. {'; '.join(self.skipped[:3]) or 'It has none'}")
+
 
 @dataclass(frozen=True)
 class RowPrediction:
@@ -146,7 +154,9 @@ class RowPrediction:
 
 
 def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | None = None, shape: str | None = None) -> PublishedTable:
-    """Read a table. `hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model, if the table does not name it."""
+    """Read a table. `hardware`: GPUs to predict all rows for, instead of the table's; `shape`: the model of all rows, by name or as
+    a folder, instead of those that cells or the file's name have."""
+    named = None if shape is None else named_shape(shape)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,20 +176,26 @@ def read_table(path: Path, *, facts: TableFacts | None = None, hardware: str | N
             continue
         given.setdefault("train_parallel", "".join(f"{word}{cells[header]}" for word, header in sizes.items() if cells.get(header)) or "dp")
         try:
-            rows.append(row_of(given, path, stated, shape, line))
+            rows.append(row_of(given, path, stated, named, line))
         except UserError as error:
             skipped.append(f"line {line}: {error}")
-    if not rows:
-        raise UserError(f"--table {path}: no row can be read. {'; '.join(skipped[:3]) or 'It has none'}")
     fitting = zip(rows, map(as_it_fits, with_lengths(rows)), strict=True)
     known = with_lengths([replace(own, run=replace(own.run, lengths=row.run.lengths)) for row, own in fitting])
-    return PublishedTable(path, [on_hardware(row, hardware) for row in known] if hardware else known, skipped)
+    table = PublishedTable(path, known, skipped)
+    return table if hardware is None else on_hardware(table, hardware)
 
 
-def on_hardware(row: TableRow, hardware: str) -> TableRow:
-    """Return the same run on other GPUs, without measurements."""
-    cluster = Cluster.parse(hardware, row.run.cluster.gpus)
-    return replace(row, run=replace(row.run, cluster=cluster), measured={}, ran=False, ran_out=False)
+def on_hardware(table: PublishedTable, hardware: str) -> PublishedTable:
+    """Return the same runs on other GPUs, without measurements, and skip those that cannot be laid out there."""
+    rows: list[TableRow] = []
+    skipped = [*table.skipped]
+    for row in table.rows:
+        cluster = Cluster.parse(hardware, row.run.cluster.gpus)
+        try:
+            rows.append(replace(row, run=replace(row.run, cluster=cluster), measured={}, ran=False, ran_out=False))
+        except UserError as error:
+            skipped.append(f"row {row.number}: {str(error).removeprefix(f'{row.run.name}: ')}")
+    return PublishedTable(table.path, rows, skipped)
 
 
 def columns_of(headers: Iterable[str]) -> dict[str, str]:
@@ -212,18 +228,23 @@ def gpus_of(given: Mapping[str, str]) -> int:
     with eight each."""
     text = given.get("gpus", "")
     if product := re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\d+)\s*(gpus?)?\s*", text.lower()):
-        return int(product[1]) * int(product[2])
+        return count_of(float(product[1]) * float(product[2]), "num_gpus")
     if text:
-        return int(number_in(text, "num_gpus"))
+        return number_in(text, "num_gpus")
     if counted := re.match(r"\s*(\d+)\s*[x*]", given.get("gpu", "").lower()):
-        return int(counted[1])
-    return GPUS_PER_MACHINE * int(number_in(given.get("nodes", ""), "num_gpus"))
+        return number_in(counted[1], "GPU")
+    return GPUS_PER_MACHINE * number_in(given.get("nodes", ""), "num_gpus")
 
 
-def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str | None, line: int) -> TableRow:
-    sizes = find_shape(shape or given.get("model") or "") or find_shape(path.stem)
+def shape_in(cell: str, path: Path) -> Shape:
+    """Return the shape of the model that a cell names, or else the name of the file."""
+    sizes = find_shape(cell) or find_shape(path.stem)
     if sizes is None:
-        raise UserError(f"model {given.get('model') or path.stem!r} is not known. Name it with --shape")
+        raise UserError(f"model {cell or path.stem!r} is not known. Name it with --shape")
+    return Shape.from_config(sizes)
+
+
+def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: Shape | None, line: int) -> TableRow:
     number = given.get("number") or str(line)
     layout, other = given["train_parallel"], given.get("other", "").lower()
     gpus = gpus_of(given)
@@ -234,14 +255,15 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
     recompute = stated_recompute(given.get("recompute", ""), other, backend)
     offload = truth(given.get("offload"), facts.offload)
     everything = "all optimi" in other
+    lengths = Lengths(count_in(given, "most_prompt", 2048), count_in(given, "most_response", 8192))
     run = RunDescription(
-        shape=Shape.from_config(sizes),
+        shape=shape or shape_in(given.get("model", ""), path),
         cluster=cluster,
-        lengths=Lengths(tokens_in(given.get("most_prompt"), 2048), tokens_in(given.get("most_response"), 8192)),
+        lengths=lengths,
         backend=backend,
         layout=TrainLayout.parse(layout),
         engine=engine_of(given, facts, cluster, other),
-        batch=batch_of(given, facts, tokens_in(given.get("most_prompt"), 2048) + tokens_in(given.get("most_response"), 8192)),
+        batch=batch_of(given, facts, lengths.longest_row),
         recompute=recompute or Recompute(),
         offload_params=offload,
         offload_grads=offload,
@@ -256,7 +278,7 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
     )
     unstated = {"recompute"} if recompute is None else set[str]()
     unstated |= set() if re.search(r"\d", given.get("infer_parallel", "")) else {"engine"}
-    measured = {name: seconds for name in TIMES if (seconds := plain_number(given.get(name))) is not None}
+    measured = {name: within(seconds, name, 0) for name in TIMES if (seconds := plain_number(given.get(name))) is not None}
     ran_out = any(re.search(r"\boom\b|out of memory", text.lower()) for text in given.values())
     mfu = plain_number(given.get("mfu"))
     tokens = plain_number(given.get("mean_response"))
@@ -266,11 +288,13 @@ def row_of(given: Mapping[str, str], path: Path, facts: TableFacts, shape: str |
 
 
 def engine_of(given: Mapping[str, str], facts: TableFacts, cluster: Cluster, other: str) -> EngineDescription:
-    parts = re.search(r"\d+", given.get("infer_parallel", "") or "1")
+    parts = given.get("infer_parallel", "")
+    tensor = number_in(parts, "infer_parallel") if re.search(r"\d", parts) else 1
     several = cluster.gpus > cluster.per_machine
-    share = plain_number(given.get("memory_share"))
+    stated = plain_number(given.get("memory_share"))
+    share = facts.memory_share[several] if stated is None else within(stated, "memory_share", *RANGES["rollout.memory_share"])
     graphs = facts.graphs or bool(re.search(r"cuda ?_?graphs?", other))
-    return EngineDescription(int(parts[0]) if parts else 1, facts.memory_share[several] if share is None else share, graphs)
+    return EngineDescription(tensor, share, graphs)
 
 
 def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> BatchDescription:
@@ -278,23 +302,22 @@ def batch_of(given: Mapping[str, str], facts: TableFacts, longest: int) -> Batch
     (three times in passes without gradient), but not beyond that of its scripts for long responses. `longest`: tokens of the longest
     row."""
     dynamic = truth(given.get("dynamic"), None)
-    actor, logp = (plain_number(given.get(name)) for name in ("actor_batch", "logp_batch"))
+    actor, logp = (count_in(given, name, None) for name in ("actor_batch", "logp_batch"))
     found: dict[str, Any] = {"micro_batch": facts.micro_batch, "forward_micro_batch": facts.forward_micro_batch}
     if actor is None and dynamic is not False:
         found["token_budget"] = max(longest, min(2 * longest, USUAL_TOKENS))
     elif actor is not None and actor < 100:
-        found["micro_batch"] = int(actor)
+        found["micro_batch"] = actor
     elif actor is not None and dynamic is not False:
-        found["token_budget"] = int(actor)
+        found["token_budget"] = actor
     if logp is None and dynamic is not False:
         found["forward_token_budget"] = max(longest, min(3 * longest, 3 * USUAL_TOKENS // 2))
     elif logp is not None and logp < 100:
-        found["forward_micro_batch"] = int(logp)
+        found["forward_micro_batch"] = logp
     elif logp is not None and dynamic is not False:
-        found["forward_token_budget"] = int(logp)
-    prompts = int(plain_number(given.get("prompts")) or 512)
-    samples = int(plain_number(given.get("samples")) or facts.samples)
-    return BatchDescription(prompts, samples, int(plain_number(given.get("minibatch")) or prompts), **found)
+        found["forward_token_budget"] = logp
+    prompts = count_in(given, "prompts", 512)
+    return BatchDescription(prompts, count_in(given, "samples", facts.samples), count_in(given, "minibatch", prompts), **found)
 
 
 def stated_recompute(cell: str, other: str, backend: Backend) -> Recompute | None:
@@ -345,16 +368,29 @@ def plain_number(text: str | None) -> float | None:
     return float(found[1].replace(",", "")) * (1024 if found[2] else 1)
 
 
-def number_in(text: str, column: str) -> float:
+def number_in(text: str, column: str) -> int:
+    """Return the first count in a cell that has other words too."""
     found = re.search(r"\d+", text)
-    if not found or int(found[0]) < 1:
-        raise UserError(f"{column} is {text!r}, which is not a number")
-    return float(found[0])
+    if not found:
+        raise UserError(f"{column} is {shown(text)}, which is not a number")
+    return count_of(float(found[0]), column)
 
 
-def tokens_in(text: str | None, default: int) -> int:
-    found = plain_number(text)
-    return default if found is None or found < 1 else int(found)
+def count_in(given: Mapping[str, str], column: str, default: Default) -> int | Default:
+    """Return the count in a cell, or the default if the cell has no number."""
+    found = plain_number(given.get(column))
+    return default if found is None else count_of(found, column)
+
+
+def count_of(number: float, column: str) -> int:
+    return int(within(number, column))
+
+
+def within(number: float, column: str, least: float = 1, most: float = MOST) -> float:
+    """Return a number of a cell, unless the models of memory and time cannot compute with it."""
+    if not least <= number <= most:
+        raise UserError(f"{column} is {number:.12g}. Give a number from {least:.12g} to {most:.12g}")
+    return number
 
 
 # ---- lengths -----------------------------------------------------------------------------------------------------------------------------
@@ -380,7 +416,7 @@ def common_tokens(rows: Sequence[TableRow]) -> float:
     if given := [row.tokens for row in rows if row.tokens is not None]:
         return fmean(given)
     lengths = rows[0].run.lengths
-    timed = [row for row in rows if "update_actor" in row.measured]
+    timed = [row for row in rows if row.measured.get("update_actor")]
     if not timed:
         return lengths.prompt + lengths.most_response / 8
     low, high = 1.0, float(lengths.most_response)
