@@ -437,6 +437,8 @@ def test_mistakes_of_the_command_line_are_told_once_and_in_words(tmp_path: Path)
     other.write_text('[model]\nshape = "Qwen2.5-7B"\n')
     with pytest.raises(UserError, match=r"lengths.most_response"):
         command.described(other, None, None, 9000)
+    other.write_text('[model]\nshape = "Qwen2.5-7B"\n[lengths]\nmost_response = 512\n')  # less than the usual mean, which is replaced
+    assert command.described(other, None, None, 200).run.lengths.response == 200
     with pytest.raises(UserError, match=r"missing.csv: cannot be read: No such file or directory. Give"):
         command.tables([tmp_path / "missing.csv"], None, None)
 

@@ -31,9 +31,7 @@ def tables(paths: Sequence[Path], hardware: str | None, shape: str | None) -> tu
 
 def described(path: Path, hardware: str | None, shape: str | None, response: float | None) -> PlanReport:
     """Return the report of a run that is described by hand."""
-    run = description.read(path, hardware, shape)
-    check_response(response, run.lengths.most_response, "lengths.most_response")
-    return report_of(run if response is None else run.with_response(response))
+    return report_of(description.read(path, hardware, shape, response))
 
 
 def planned(path: Path, overrides: Sequence[str], hardware: str | None, shape: str | None, response: float | None) -> PlanReport:

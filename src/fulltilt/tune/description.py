@@ -404,7 +404,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     },
     "rollout": types_of(EngineDescription),
     "batch": BATCH_TYPES,
-    "lengths": types_of(Lengths),
+    "lengths": {key: kind for key, kind in types_of(Lengths).items() if key != "validated"},  # for own runs alone
 }  # fmt: skip
 RANGES: Mapping[str, Range] = {"rollout.memory_share": (0.01, 1.0), "lengths.prompt": (1, MOST), "lengths.response": (1, MOST)}
 # Keys that are at most as large as another of their section, with the record that has their defaults.

@@ -125,7 +125,8 @@ class PlanReport:
             found = self.remedies()
             yield from (f"it would fit with {remedy.words}: {remedy.seconds:.1f} s a step" for remedy in found)
             if not found:
-                yield "no few changes make it fit: use many more GPUs, or GPUs with more memory"
+                more = "a machine with more memory" if run.gpu.is_cpu else "many more GPUs, or GPUs with more memory"
+                yield f"no few changes make it fit: use {more}"
 
 
 def report_of(run: RunDescription, knobs: Mapping[str, Any] | None = None, reasons: tuple[str, ...] = (), refused: str = "") -> PlanReport:
