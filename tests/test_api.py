@@ -701,7 +701,7 @@ SPELLINGS = {
     ("given", "words"),
     [
         ({"model": "nowhere"}, "model: no such folder"),
-        ({"model": "no\0where"}, "model: no such folder"),
+        ({"model": "no\0where"}, r"model: no file or folder can be called .* it holds a NUL character"),
         ({"model": "nowhere", "step": 1}, "nowhere is not the folder of a run"),
         ({"prompts": "1+1="}, "prompts: give a list"),
         ({"prompts": {"a": "1+1="}}, "prompts: give a list"),
