@@ -136,7 +136,7 @@ def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
     with contextlib.chdir(folder), torch_as_it_was():
         parts = assemble(configuration.load("run.toml", list(settings)))
         try:
-            with freeze_existing_objects():  # as a run does: collecting garbage among them took 0.25 s of one step in five
+            with freeze_existing_objects():  # as a run does: collecting garbage among them may delay a step
                 yield parts
         finally:
             parts.close()
