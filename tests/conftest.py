@@ -188,7 +188,7 @@ def cluster() -> Iterator[str]:
 
     attempts = 5  # Ray gives up a node that has not started within 30 s, which is not long on a machine that has more to do
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as started:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(Path(__file__).parent)]))
+        patch.setenv("PYTHONPATH", runs.search_path(Path(__file__).parent))
         for attempt in range(1, attempts + 1):
             try:
                 address = started.enter_context(cluster_here(2, cores=4))

@@ -139,10 +139,15 @@ def copy(source: Path, folder: Path) -> Path:
 # -- as a user runs it ------------------------------------------------------------------------------------------------------------------
 
 
+def search_path(*folders: Path) -> str:
+    """PYTHONPATH of a child that imports this package, and what this process finds by its own PYTHONPATH."""
+    return os.pathsep.join([*map(str, (SOURCE, *folders)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def environment() -> dict[str, str]:
     # As many threads as the tests' own process has: their number changes the last bits of a matrix product.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+    return {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
 
 def nothing() -> None:
@@ -180,7 +185,7 @@ def _loaded() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "transformers.models.qwen2.modeling_qwen2"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(SOURCE), str(Path(__file__).parent))))
+        patch.setenv("PYTHONPATH", search_path(Path(__file__).parent))
         forkserver.ensure_running()
     return context
 

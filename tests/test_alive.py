@@ -201,6 +201,7 @@ def test_samples_on_their_way_between_workers_are_signs(worker: Worker, monkeypa
     assert set(driver.sent) == {None}
 
 
+@pytest.mark.long
 def test_parcels_that_take_long_send_signs_and_arrive_whole(tmp_path: Path) -> None:
     """Each pair of workers has another number of pieces."""
     parcels = [[bytes(range(sender, sender + 1 + 7 * sender + 3 * receiver)) for receiver in range(3)] for sender in range(3)]

@@ -94,6 +94,7 @@ def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp
         runs.assert_equal_runs(folder, command)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("garbage")
 def test_nothing_of_a_run_stays_in_memory(small: dict[str, Any]) -> None:
     def tensors() -> int:
@@ -754,7 +755,7 @@ def test_the_notebook_trains_plots_and_talks(tmp_path: Path, monkeypatch: pytest
     import nbclient
     import nbformat
 
-    monkeypatch.setenv("PYTHONPATH", str(runs.SOURCE))
+    monkeypatch.setenv("PYTHONPATH", runs.search_path())
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
     notebook = nbformat.read(runs.SOURCE.parent / "examples" / "notebook" / "train.ipynb", as_version=4)
     assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []

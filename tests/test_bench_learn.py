@@ -188,6 +188,7 @@ def test_trl_is_asked_for_the_run_file(place: Path) -> None:
     assert asked["prompt_tokens"] == tokens  # one token a character
 
 
+@pytest.mark.long
 def test_the_prompts_are_those_that_the_run_takes(place: Path) -> None:
     runs.train(place, "run.steps=5", "run.save_rollouts=64", "run.eval_every=0")
     asked = request(place, "run.steps=5")

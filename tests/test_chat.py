@@ -71,6 +71,7 @@ def test_a_line_is_the_next_turn(trained: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_options_of_a_conversation(trained: Path, model_folders: ModelFolders) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert talk(trained, "hi", system="be brief")[0] == [expected(trained, messages)]
@@ -101,6 +102,7 @@ def test_a_run_with_a_system_message_continues_plain_lines(tmp_path: Path, model
         talk(made.folder, "hi", plain=True, system="be long")
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_left_out_with_a_note(trained: Path) -> None:
     """The model has 512 positions, its tokens are characters."""
     answers, notes = talk(trained, "a" * 200, "b" * 200, "c" * 200, "d" * 600, "hi")

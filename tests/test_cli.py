@@ -408,6 +408,7 @@ def test_only_what_the_system_refuses_is_told_without_a_traceback(
 # -- output that is lost ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [

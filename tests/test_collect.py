@@ -290,6 +290,7 @@ def column(folder: Path, name: str) -> list[float]:
     return [line[name] for line in runs.metrics(folder)]
 
 
+@pytest.mark.long
 def test_rounds_fill_a_step_and_what_is_left_over_is_used_in_the_next(tmp_path: Path, model_folders: ModelFolders) -> None:
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     said = runs.train(folder).said

@@ -502,7 +502,7 @@ def check(table: Table, keys: dict[str, Any], retune: bool) -> None:
     assert command.shown(found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @example(keys={"algorithm.filter_groups.enable": 1}, retune=False)  # epochs are no number of steps then
 @given(st.dictionaries(st.sampled_from(known_keys(PPO)), ANY_VALUE, max_size=25), st.booleans())
 def test_random_keys_of_verl_are_all_answered(keys: dict[str, Any], retune: bool) -> None:
@@ -956,6 +956,7 @@ def test_a_dry_run_answers_every_key_of_a_megatron_command_and_needs_nothing(tmp
     )
 
 
+@pytest.mark.long
 def test_retuning_shows_both_plans_and_keeping_an_engine_needs_one_that_is_built(tmp_path: Path) -> None:
     run = [*GRPO, f"{ARR}.model.path=Qwen/Qwen2.5-7B-Instruct", f"{ROLLOUT}.tensor_model_parallel_size=4", f"{ROLLOUT}.name=vllm"]
     ended = runs.command_here(tmp_path, "verl", *run, "--dry-run", "--retune", "--hardware", "8xH100", "--json")

@@ -1433,6 +1433,7 @@ def test_gsm8k_is_prepared_for_rl_and_sft(tmp_path: Path, tokenizer: PreTrainedT
     assert tokenizer.decode(trained.ids[trained.mask]) == "48/2 = 24 clips.\n#### 24</s>"
 
 
+@pytest.mark.long
 def test_preparing_refuses_what_is_not_gsm8k_and_writes_nothing(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     assert "no such folder" in prepare("--source", source, "--out", out).stderr

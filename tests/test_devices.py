@@ -333,7 +333,7 @@ def forced_alone(pool_of_devices: Pool, template: Path) -> Callable[[tuple[str, 
     return run
 
 
-ALWAYS = {("micro-batches of 12", "optimizer", 3), ("by tokens", "optimizer", 3), ("micro-batches of 12", "full", 3)}
+ALWAYS = {("by tokens", "optimizer", 3), ("micro-batches of 12", "full", 3)}
 
 
 @pytest.mark.parametrize(
@@ -767,6 +767,7 @@ def finish(folder: Path, *settings: str, first: Callable[[], object] = forked.us
     assert ended.code == 0, ended.error
 
 
+@pytest.mark.long
 def test_a_real_command_with_two_workers(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
     """The same files as those of workers in the pool, bit for bit."""
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))

@@ -61,8 +61,11 @@ CASES = {
     "recompute-experts": ("qwen3-moe", runs.GRPO, ("train.recompute=full",)),
     "sft-experts": ("qwen3-moe", runs.SFT, ()),
 }
-SHORT = {("experts", "two of two"), ("ppo-experts", "two of four"), ("experts", "layers and experts, two of two")}
-LONG = {("experts", "four of four"), ("sft-experts", "two of four"), ("lora-experts", "two of four"), ("mixtral", "two of two")}
+SHORT = {("ppo-experts", "two of four")}
+LONG = {
+    ("experts", "two of two"), ("experts", "four of four"), ("experts", "layers and experts, two of two"),
+    ("sft-experts", "two of four"), ("lora-experts", "two of four"), ("mixtral", "two of two"),
+}  # fmt: skip
 
 
 def marks_of(case: str, way: str) -> list[pytest.MarkDecorator]:

@@ -143,6 +143,7 @@ def test_a_run_that_was_deleted_up_to_its_marker_begins_as_a_new_one(tmp_path: P
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
+@pytest.mark.long
 def test_metrics_of_deleted_checkpoints_are_moved_aside(two_steps: Path, tmp_path: Path) -> None:
     folder = runs.copy(two_steps, tmp_path / "folder")
     kept = ("metrics.jsonl", "rollouts/step-000001.jsonl", "rollouts/step-000002.jsonl", "validation/step-000002.jsonl", "snapshot.toml")
@@ -266,6 +267,7 @@ def gone(folder: Path) -> Iterator[tuple[Callable[[], object], str]]:
     yield lambda: shutil.rmtree(folder / "run", ignore_errors=True), "was deleted during the run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [0, 1], ids=["renamed", "removed"])
 def test_a_folder_that_goes_away_stops_the_run(folder: Path, how: int) -> None:
     act, words = list(gone(folder))[how]
@@ -461,6 +463,7 @@ def test_the_best_checkpoint_is_kept_and_survives_a_resume(folder: Path, tmp_pat
     assert json.loads(ended.out)["step"] == best, ended.error
 
 
+@pytest.mark.long
 def test_other_metrics_are_compared_where_a_checkpoint_is_saved(folder: Path) -> None:
     options = ("run.eval_every=0", "run.eval_before=false", "run.steps=6", "run.save_every=2", "run.keep=1")
     runs.train(folder, *options, "run.keep_best=critic/score/mean")

@@ -199,6 +199,7 @@ def test_what_a_fused_run_saves_loads_in_transformers(
     assert torch.equal(own_logits(fused), own_logits(plain))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [RUNS["ppo"], pytest.param(RUNS["lora"], marks=pytest.mark.matrix)], ids=["ppo", "lora"])
 def test_a_fused_run_resumes_exactly(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """From the first of two checkpoints to the second, bit for bit."""
@@ -209,6 +210,7 @@ def test_a_fused_run_resumes_exactly(folder: Path, tmp_path: Path, options: tupl
     runs.assert_equal_runs(cut, folder)
 
 
+@pytest.mark.long
 def test_masters_of_fused_weights_are_restored(folder: Path) -> None:
     """Below float32 the checkpoint holds masters, which are no part of the fused storage."""
     options = (*SHORT, "run.steps=1", "model.dtype=bfloat16", "train.lr=0.01")

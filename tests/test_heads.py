@@ -381,7 +381,7 @@ def test_a_target_outside_the_vocabulary_shows() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", sample_cases([torch.float32, torch.bfloat16], torch.bfloat16, long=[torch.float32]), ids=str)
 @pytest.mark.parametrize("options", [options for options in OPTIONS if options.fused], ids=name)
 def test_the_op_through_kernels(options: HeadOptions, dtype: torch.dtype) -> None:
     given = inputs(dtype)

@@ -326,6 +326,7 @@ def test_who_does_not_work_is_away(folder: Path, offload_anyway: None) -> None:
         assert here() == ["actor", "critic"]
 
 
+@pytest.mark.long
 def test_a_reference_without_a_model_of_its_own_brings_the_actor(folder: Path, offload_anyway: None) -> None:
     options = ("algorithm.name=ppo", "lora.rank=2", "reward.workers=1", "train.offload_params=true")
     with parts_of(folder, *options) as parts:

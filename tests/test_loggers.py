@@ -171,6 +171,7 @@ def test_tensorboard_shows_cells_as_they_are() -> None:
     assert html.unescape(re.sub(r"<br ?/?>", "\n", cell)) == "a|b\n<b>*c*</b> & `d` \\ _e_ [f](g) &amp; <script>"
 
 
+@pytest.mark.long
 def test_wandb(tmp_path: Path) -> None:
     in_a_process("log_twice", "wandb", tmp_path, WANDB_MODE="offline")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -229,6 +230,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.long
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -274,6 +276,7 @@ def test_mlflow_names_can_be_read_back(name: str) -> None:
     assert metric_name(mlflow_name(name)) == name
 
 
+@pytest.mark.long
 def test_trackio(tmp_path: Path) -> None:
     in_a_process("log_twice", "trackio", tmp_path)
     lines, tables = trackio_history(tmp_path)
@@ -359,6 +362,7 @@ def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(tmp_path: Path
     assert tensorboard_lines(tmp_path) == {step: {"x": float(step)} for step in (1, 2, 3, 4)}
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new run is the user's to mend; one that goes on goes on without the logger."""
     with socket.create_server(("127.0.0.1", 0)) as server:

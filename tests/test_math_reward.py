@@ -134,6 +134,7 @@ def test_math_sets_no_alarm() -> None:
         assert thread.submit(math_reward.score, r"\boxed{18}", "18").result()["score"] == 1
 
 
+@pytest.mark.long
 def test_math_in_a_reward_process(pool_of: Any) -> None:
     """A comparison without end is ended by our deadline and counted; those beside it, before and after, are right."""
     pool = pool_of("math", timeout_s=8.0)  # a first comparison takes a slow machine a while

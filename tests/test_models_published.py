@@ -308,6 +308,7 @@ def test_the_command_predicts_tables() -> None:
     assert code == 0 and not any(row["fits"] for row in json.loads(out)["rows"])
 
 
+@pytest.mark.long
 def test_the_command_plans_runs_of_models_that_are_not_here(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text('[model]\npath = "Qwen/Qwen2.5-7B"\n[data]\ntrain = "nowhere.jsonl"\n[reward]\nfunction = "math"\n[run]\nsteps = 1\n')
@@ -367,6 +368,7 @@ def test_micro_batches_by_samples_and_activations_on_the_host_are_planned(tmp_pa
     assert update_seconds(slow).causes["offload"] > 0 == update_seconds(base).causes.get("offload", 0)
 
 
+@pytest.mark.long
 def test_epochs_rounds_and_old_logprobs_are_counted_as_the_algorithm_has_them(tmp_path: Path) -> None:
     once, twice = planned(tmp_path), planned(tmp_path, "algorithm.epochs=2")
     assert twice.seconds.update.total == pytest.approx(2 * once.seconds.update.total)
@@ -388,6 +390,7 @@ def test_old_logprobs_are_planned_where_the_algorithm_needs_them(name: str) -> N
         assert reads_old(config, algorithm_settings(config)) == ("old_logprobs" in build(config).needs), more
 
 
+@pytest.mark.long
 def test_a_run_is_planned_for_as_many_gpus_as_it_asks_for(tmp_path: Path) -> None:
     assert planned(tmp_path, "cluster.workers=8", hardware=None).run.cluster.gpus == 8
     several = ("cluster.workers=4", "cluster.nodes=2", "cluster.address=a:6379")

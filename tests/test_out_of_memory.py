@@ -348,8 +348,7 @@ def test_three_in_a_row_end_a_rollout_of_several_workers(
         pytest.param("actor.forward:2@0", 2, (), marks=pytest.mark.long),
         pytest.param("actor.optimizer:1@1", 2, (), marks=pytest.mark.long),
         ("actor.backward:2@1", 2, FULL),
-        ("actor.backward:2@1", 2, SEQUENCE),
-        ("actor.backward:2@1", 2, TENSOR),
+        *(pytest.param("actor.backward:2@1", 2, layout, marks=pytest.mark.long) for layout in (SEQUENCE, TENSOR, EXPERTS)),
         *(
             pytest.param(fault, 2, layout, marks=pytest.mark.matrix)
             for layout in (SEQUENCE, TENSOR)
@@ -357,7 +356,6 @@ def test_three_in_a_row_end_a_rollout_of_several_workers(
         ),
         *(pytest.param(fault, 2, FULL, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@0")),
         *(pytest.param(fault, 4, HYBRID, marks=pytest.mark.matrix) for fault in ("actor.backward:1@2", "actor.forward:1@1")),
-        ("actor.backward:2@1", 2, EXPERTS),
         *(pytest.param(fault, 2, EXPERTS, marks=pytest.mark.matrix) for fault in (FIRST, "actor.forward:2@1", "actor.optimizer:1@1")),
     ],
 )
@@ -447,9 +445,10 @@ OF_FOUR = (  # workers in groups of two
     ("faults", "workers", "model", "overrides"),
     [
         ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*FULL, *PASSES)),
-        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*SEQUENCE, *SMALLER)),
-        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen2", (*TENSOR, *PASSES)),
-        ("ref.passes:2@1,actor.forward:2@0", 2, "qwen3-moe", (*EXPERTS, *PASSES)),
+        *(
+            pytest.param("ref.passes:2@1,actor.forward:2@0", 2, *others, marks=pytest.mark.long)
+            for others in (("qwen2", (*SEQUENCE, *SMALLER)), ("qwen2", (*TENSOR, *PASSES)), ("qwen3-moe", (*EXPERTS, *PASSES)))
+        ),
         *(
             pytest.param(faults, workers, model, overrides, marks=pytest.mark.matrix)
             for faults, workers, model, overrides in (

@@ -56,6 +56,7 @@ def plan(*arguments: object) -> tuple[int, str]:
 # ---- other roles -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_critic_takes_memory_and_time_beside_the_actor(tmp_path: Path) -> None:
     found = planned(tmp_path, *ROLES, hardware="8xH200", shape="Qwen2.5-1.5B")
     assert found.fits and found.knobs["train.shard"] == "optimizer"
@@ -90,6 +91,7 @@ def test_memory_and_seconds_have_the_phases_of_the_step_under_the_same_names(tmp
         }
 
 
+@pytest.mark.long
 def test_a_role_on_the_host_takes_memory_while_it_works(tmp_path: Path) -> None:
     here, away = (planned(tmp_path, *ROLES, f"reward_model.offload_params={text}", hardware="8xH200") for text in ("false", "true"))
     assert here.memory.phases["update-actor"].kinds["reward model"] > 0 == away.memory.phases["update-actor"].kinds["reward model"]
@@ -97,6 +99,7 @@ def test_a_role_on_the_host_takes_memory_while_it_works(tmp_path: Path) -> None:
     assert away.seconds.reward.causes["offload"] > 0 == here.seconds.reward.causes.get("offload", 0)
 
 
+@pytest.mark.long
 def test_roles_on_gpus_of_their_own_run_beside_the_others(tmp_path: Path) -> None:
     found = planned(tmp_path, *ROLES, "cluster.workers=8", "cluster.roles={critic=2,reward_model=1}")
     assert found.run.cluster.gpus == 5 and found.run.all_gpus == 8
@@ -113,6 +116,7 @@ def test_roles_on_gpus_of_their_own_run_beside_the_others(tmp_path: Path) -> Non
         planned(tmp_path, *ROLES, "cluster.workers=8", "cluster.roles={critic=8}")
 
 
+@pytest.mark.long
 def test_a_role_whose_size_is_not_known_counts_as_the_actor_and_is_told(tmp_path: Path) -> None:
     found = planned(tmp_path, *ROLES[:3], "reward_model.path=some/where", hardware="8xH200")
     assert any("the size of 'some/where' is not known" in reason for reason in found.reasons)
@@ -136,6 +140,7 @@ def test_sft_is_an_update_alone(tmp_path: Path) -> None:
 # ---- what fulltilt.plan decides ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_keeps_auto_from_dividing_or_sharing_is_obeyed(tmp_path: Path) -> None:
     free = planned(tmp_path, hardware="8xH100", shape="Qwen2.5-32B")
     kept = planned(tmp_path, "train.compile=true", hardware="8xH100", shape="Qwen2.5-32B")
@@ -153,6 +158,7 @@ def test_an_engine_beside_divided_experts_has_a_copy(tmp_path: Path) -> None:
     assert found.memory.phases["update-actor"].kinds["engine"] == weights  # it stays in an update
 
 
+@pytest.mark.long
 def test_what_is_set_by_hand_is_described_as_it_runs(tmp_path: Path) -> None:
     """Experts that a tensor group has whole, prompts that each sample reads, and layers that are not gathered ahead."""
     tensor = ("train.tensor_parallel=4", "rollout.tensor_parallel=4")
@@ -175,6 +181,7 @@ def test_keys_and_values_are_divided_among_workers_that_sample_together() -> Non
     assert each == {1: shape.kv_bytes_per_token(2), 2: each[1] // 2, 8: each[1] // 8, 16: each[1] // 8}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hardware", ["1x4090", "1xH100-20GB", "1xA6000", "8xA100-40GB", "16xH100"])
 @pytest.mark.parametrize("example", ["gsm8k/grpo", "gsm8k/lora", "gsm8k/ppo", "gsm8k/sft", "math/dapo"])
 def test_what_auto_has_planned_fits_by_the_model_of_memory(example: str, hardware: str) -> None:
@@ -250,6 +257,7 @@ def test_workers_on_cpus_share_their_machine(tmp_path: Path) -> None:
 # ---- runners-up --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_each_runner_up_is_a_plan_of_its_own(tmp_path: Path) -> None:
     """What it takes is what a plan says in which the knob is set by hand."""
     found = planned(tmp_path)
@@ -304,6 +312,7 @@ def test_what_a_runner_up_lacks_is_told_in_bytes(tmp_path: Path) -> None:
     assert re.search(r"it beats \"selective\", which needs [\d.]+ GiB more than there is", line)
 
 
+@pytest.mark.long
 def test_ways_to_fit_do_fit(tmp_path: Path) -> None:
     by_auto = planned(tmp_path, "train.recompute=none", "train.offload_activations=false", hardware="1xH100")
     assert by_auto.fits and by_auto.knobs["actor.token_budget"] < 16384
@@ -321,6 +330,7 @@ def test_ways_to_fit_do_fit(tmp_path: Path) -> None:
     assert [remedy.words for remedy in crowded.remedies()] == ["32 GPUs", "64 GPUs"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "given", "offered"),
     [
@@ -397,6 +407,7 @@ def test_a_name_that_no_file_can_have_is_a_mistake(key: str, tmp_path: Path) -> 
         planned(tmp_path, "algorithm.name=ppo", f'{key}="Qwen2.5-7B\\u0000"')
 
 
+@pytest.mark.long
 def test_limits_beyond_the_models_positions_are_no_mistake(tmp_path: Path) -> None:
     """data.max_prompt_tokens and data.max_tokens say which rows are left out; those that stay may be shorter."""
     found = planned(tmp_path, "rollout.max_new_tokens=3500", shape="Llama-2-7B")
@@ -521,6 +532,7 @@ def test_knobs_that_are_set_by_hand_are_listed(tmp_path: Path) -> None:
     assert by_tokens.knobs["actor.token_budget"] == 16384 and "all samples at once" in by_tokens.why["rollout.kv_bytes"]
 
 
+@pytest.mark.long
 def test_keys_that_a_role_takes_over_are_told(tmp_path: Path) -> None:
     overrides = (*ROLES, "train.recompute=full", "critic.sequence_parallel=2", "reward_model.tensor_parallel=2")
     found = planned(tmp_path, *overrides, hardware="8xH200", shape="Qwen2.5-1.5B")
@@ -673,6 +685,7 @@ def unwrapped(text: str) -> list[str]:
     return re.sub(r"\n    (?=\S)", " ", text).splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"command{place}" for place in range(len(BLOCKS))])
 def test_the_page_shows_what_the_command_prints(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -427,6 +427,7 @@ def test_a_run_measures_once_and_learns_what_it_would_have_learned(small_run: Pa
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[1] == losses[2]
 
 
+@pytest.mark.long
 def test_a_measured_rollout_leaves_the_engine_as_it_was(small_run: Path, tmp_path: Path) -> None:
     parts = assemble(configuration.load("run.toml"))
     try:

@@ -541,6 +541,7 @@ def read(path):
 """
 
 
+@pytest.mark.long
 def test_neither_a_worker_that_loads_slowly_nor_one_that_waits_for_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads five megabytes in a second, for longer than it may be silent."""
     forked.use(monkeypatch)

@@ -111,6 +111,7 @@ def test_what_is_built_and_no_part_of_the_algorithm_is_to_be_proved() -> None:
     assert provable(next(knob for knob in knobs.LEDGER if knob.name == "rollout.preemption"))  # it takes no value, and happens
 
 
+@pytest.mark.long
 def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations are whole, and no role refuses them: as far as that can be seen without a device."""
     monkeypatch.setattr(ProofSetup, "_two_nodes", lambda self: "10.0.0.1:6379")

@@ -107,10 +107,11 @@ class Counting(TorchDispatchMode):
 
 
 FAMILIES = [*models.FAMILIES, *(f"{family} fused" for family in FUSED)]
-SOME_FAMILIES = sample_cases(FAMILIES, "llama-tied", "gemma3", "mixtral", "qwen3 fused")
+SHORT = ("llama-tied", "gemma3", "mixtral", "qwen3 fused")
+SOME_FAMILIES = sample_cases(FAMILIES, *SHORT)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample_cases(FAMILIES, *SHORT, long=FAMILIES))
 def test_gradients_keep_their_bits(family: str, model_folders) -> None:
     name, _, fused = family.partition(" ")
     model = load(model_folders(name), fused=bool(fused))
@@ -156,6 +157,7 @@ def test_units_of_a_deeper_model(kind: Any, method: Any, layers: int, tmp_path: 
     assert_same(gradients(model), own)
 
 
+@pytest.mark.long
 @pytest.mark.kernels
 def test_kernels_run_again_with_the_same_bits(model_folders, deterministic) -> None:
     """Full recompute alone: the interpreter writes every argument back, which selective recompute takes for a change in place."""

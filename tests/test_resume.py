@@ -127,6 +127,7 @@ def test_ten_kills_at_random_moments(tmp_path: Path, model_folders: ModelFolders
 # -- Ctrl-C and termination -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_stopped_twice_then_gone_on(tmp_path: Path, untouched: Path, model_folders: ModelFolders, chance: random.Random) -> None:
     folder = runs.make(tmp_path / "stopped", model_folders("qwen2"))
     reached = 0
@@ -195,6 +196,7 @@ def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, mode
     assert runs.without_clock(runs.metrics(folder)) == runs.without_clock(runs.metrics(expected)[:last])
 
 
+@pytest.mark.long
 def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(
     tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +275,7 @@ def seconds_after(true: Callable[[], bool], seconds: float) -> Callable[[], bool
     return later
 
 
+@pytest.mark.long
 def test_ctrl_c_waits_for_what_is_being_written(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     hold_back(monkeypatch, 2, seconds_after(seen_in(folder, 3), 2.0))
@@ -298,6 +301,7 @@ def test_a_second_ctrl_c_leaves_nothing_that_writes(tmp_path: Path, model_folder
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.long
 def test_a_disk_that_was_full_for_a_while_is_a_warning(
     tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +330,7 @@ def test_a_disk_that_stays_full_stops_the_run(tmp_path: Path, model_folders: Mod
     assert len(runs.metrics(folder)) < 16
 
 
+@pytest.mark.long
 def test_ctrl_c_after_a_disk_was_full_saves_all_the_same(
     tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,6 +511,7 @@ def test_other_rows_under_the_same_path_are_noticed(tmp_path: Path, model_folder
     assert "rows of data.train changed" in runs.train(folder, *quick, "run.steps=2", "run.resume=force").said
 
 
+@pytest.mark.long
 def test_a_run_killed_before_its_first_checkpoint_starts_with_the_same_sizes(
     tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

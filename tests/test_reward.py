@@ -777,6 +777,7 @@ def test_what_a_call_leaves_behind_does_not_reach_the_next(bad_file: Path, pool_
     assert (pool.stats().failed, pool.stats().retries) == (0, 0)
 
 
+@pytest.mark.long
 def test_everything_bad_at_once(bad_file: Path, pool_of: Any) -> None:
     pool = pool_of(f"{bad_file}:score", timeout_s=5.0, on_error="score", error_score=-1.0, workers=3)
     actions = [action for action, _, _ in FAILURES] + HARMLESS + ["hang", "spin"]
@@ -1207,6 +1208,7 @@ def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, po
     assert (pool.stats().timeouts, pool.stats().failed, pool.stats().retries) == (2, 2, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("bad", "grace_s", "message"),
     [
@@ -1252,6 +1254,7 @@ def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried
     assert (pool.stats().timeouts, pool.stats().failed) == (1, 1) and pool.take_notes() == []
 
 
+@pytest.mark.long
 def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -377,6 +377,7 @@ def test_both_schedules_end_with_the_run_although_steps_are_left_out(folder: Pat
     assert [line["actor/lr"] for line in (fourth, fifth)] == pytest.approx([2e-3 * (4 / 5 + 3 / 5) / 2, 2e-3 * (2 / 5 + 1 / 5) / 2])
 
 
+@pytest.mark.long
 def test_a_critic_that_joins_later_starts_anew(folder: Path) -> None:
     """A new head says 0 of everything; one that has learned does not."""
     runs.train(folder, *ONE, NO_KL)
@@ -1121,6 +1122,7 @@ def assert_logged(folder: Path, name: str) -> None:
     assert found == expected
 
 
+@pytest.mark.long
 def test_a_run_logs_what_it_writes_also_when_it_is_resumed(folder: Path) -> None:
     logged = (*LOGGED, 'log.to=["tensorboard"]')
     runs.train(folder, *logged)

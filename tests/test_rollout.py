@@ -74,7 +74,7 @@ IN_SHORT = ("qwen2", "gemma3", "gemma2", "qwen3-moe")
 
 
 class TestEveryModel:
-    @pytest.mark.parametrize("family", models.FAMILIES)
+    @pytest.mark.parametrize("family", sample_cases(models.FAMILIES, *IN_SHORT, long=models.FAMILIES))
     def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:
         engine = with_limits(one_engine(model_folders(family)), TIGHT)
         groups = generate(engine, random_prompts(4), Sampling(samples=3, max_new_tokens=24, temperature=1.0))
@@ -222,6 +222,7 @@ def samples_of_six(engine: NativeEngine, sampling: Sampling) -> tuple[Group, ...
     return generate(engine, SIX_PROMPTS, sampling)
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(
     blocks=st.integers(13, 60), max_seqs=st.integers(1, 12), tokens=st.integers(4, 60), samples=st.integers(1, 3), first=st.integers(0, 3),

@@ -99,6 +99,7 @@ def two_commits(cache: Path, one: Path, other: Path) -> None:
     name_commit(cache, OLD)
 
 
+@pytest.mark.long
 def test_a_resumed_run_reads_the_commit_that_it_began_with(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
     """Its tokenizer and its reference model are not in its checkpoints. The hub has another model since."""
     two_commits(cache, model_folders("qwen2"), model_folders("llama"))

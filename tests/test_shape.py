@@ -271,7 +271,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Packed attention is the operation that a GPU runs, with results of its shape: only what it keeps matters here."""
 
     def flash(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q), device=q.device)
 
     with monkeypatch.context() as patched:
         patched.setattr(attention, "flash_runs", lambda *_: True)
@@ -284,15 +284,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kept_by(model: PreTrainedModel, tokens: int, monkeypatch: pytest.MonkeyPatch, setting: Recompute = Recompute()) -> int:  # noqa: B008
     """Bytes kept between the passes over two documents, every token of which the head reads."""
     handle, counting = apply_recompute(model, setting), Counting(model)
-    ids, positions = torch.arange(tokens) % 100, torch.arange(tokens) % (tokens // 2)
-    context = Packed.of([0, tokens // 2, tokens], torch.device("cpu"))
+    order = torch.arange(tokens, device=model.device)
+    ids, positions = order % 100, order % (tokens // 2)
+    context = Packed.of([0, tokens // 2, tokens], model.device)
     counting.own.add(context.parts.untyped_storage().data_ptr())  # some numbers for each document, not for each token
     arguments: list[Held] = []  # of layers that will run again: angles
     rotary = model.base_model.rotary_emb.register_forward_hook(lambda _, __, out: arguments.extend(map(counting.put, out)))
     try:
         with as_on_a_gpu(monkeypatch), saving_to(counting):
             hidden = hidden_states(model, ids, positions, context)
-            rows = counting.put(hidden[torch.arange(tokens)])  # the head's
+            rows = counting.put(hidden[order])  # the head's
         assert rows.tensor.requires_grad
         return counting.bytes
     finally:
@@ -314,16 +315,17 @@ SETTINGS = [
     Recompute("full", 2, "uniform"),
 ]
 TOKENS = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where marked tests run kernels
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", sample_cases([torch.bfloat16, torch.float32], torch.bfloat16), ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", [*QWEN2, "llama", "qwen3"])
+@pytest.mark.parametrize("family", sample_cases([*QWEN2, "llama", "qwen3"], "qwen2", long=("qwen2-wider", "llama", "qwen3")))
 def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, where the kernels of a GPU run."""
     config = {**models.FAMILIES, **QWEN2}[family]()
-    model, shape = small(config, dtype), Shape.from_config(as_written(config))
+    model, shape = small(config, dtype).to(DEVICE), Shape.from_config(as_written(config))
     if fused:
         assert fuse(model).left_alone is None
     for setting in SETTINGS if (family, dtype) == ("qwen2", torch.bfloat16) else SETTINGS[:2]:
@@ -336,7 +338,7 @@ def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, 
 def test_other_families_keep_about_what_is_said(family: str, about: float, monkeypatch: pytest.MonkeyPatch) -> None:
     config = models.FAMILIES[family]()
     expected = TOKENS * Shape.from_config(as_written(config)).kept_bytes(2, fused=False)
-    assert kept_by(small(config, torch.bfloat16), TOKENS, monkeypatch) == pytest.approx(expected, rel=about)
+    assert kept_by(small(config, torch.bfloat16).to(DEVICE), TOKENS, monkeypatch) == pytest.approx(expected, rel=about)
 
 
 # -- what layers keep that workers divide among themselves ------------------------------------------------------------------------------

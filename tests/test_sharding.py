@@ -171,7 +171,7 @@ def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: devices.G
 
 
 @pytest.mark.parametrize(
-    ("shard", "adapters"), sample_cases([("full", False), ("hybrid", False), ("full", True)], ("hybrid", False), ("full", True))
+    ("shard", "adapters"), sample_cases([("full", False), ("hybrid", False), ("full", True)], ("full", True), long=[("hybrid", False)])
 )
 def test_what_four_workers_saved_others_go_on_from(
     pool: devices.Guests, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
@@ -288,6 +288,7 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     assert runs.metrics(shared)[-1]["step"] == 4
 
 
+@pytest.mark.long
 def test_ctrl_c_among_passes_that_gather_saves_the_last_whole_step(
     pool_of_devices: devices.Pool, model_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ CASES = [
     ("experts", "experts 2, data 2"), ("ppo-experts", "experts 2, data 2"), ("experts", "experts 2, data 2, full"),
     ("ppo-experts", "experts 2, data 2, full"), ("experts", "experts 2, sequence 2"), ("experts", "tensor 2, experts 2"),
 ]  # fmt: skip
-SHORT = [("ppo", "tensor 2, sequence 2"), ("experts", "experts 2, data 2, full")]
+SHORT, LONG = [("experts", "experts 2, data 2, full")], [("ppo", "tensor 2, sequence 2")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def alone(
     return devices.run_once(pool_of_devices, FAMILIES, ONE_STEP, model_folders, tmp_path_factory)
 
 
-@pytest.mark.parametrize(("case", "way"), sample_cases(CASES, *SHORT))
+@pytest.mark.parametrize(("case", "way"), sample_cases(CASES, *SHORT, long=LONG))
 def test_one_step_in_float32_is_that_of_one_process(
     pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path, case: str, way: str
 ) -> None:

@@ -199,6 +199,7 @@ def graphs_compiled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.long
 def test_only_passes_over_packed_documents_are_compiled(model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine runs, and what a graph would capture, are the layers' own forwards."""
     ran: list[int] = []

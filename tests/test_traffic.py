@@ -189,6 +189,7 @@ def test_a_worker_holds_and_moves_what_is_predicted(
             assert round(metrics["memory_gib/update_actor/gradients"] * 2**30) == own[0].gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shard", "workers"), sample_cases([("full", 3), ("hybrid", 4)], ("full", 3)))
 def test_roles_are_shared_out_one_by_one_as_they_are_loaded(
     pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, shard: str, workers: int
@@ -283,6 +284,7 @@ def test_large_models() -> None:
     assert sent_bytes(Counter({"all-gather": 800, "reduce-scatter": 80, "all-reduce": 8}), 8) == 700 + 70 + 14
 
 
+@pytest.mark.long
 def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
     for table in (scaling.table, scaling.layouts_table, scaling.rollouts_table, scaling.long_table, scaling.rows_table):
@@ -328,6 +330,7 @@ class DealtStreams:
         return [self.dealt(rows, lengths) for rows in split_minibatches(range(len(lengths)), 2)] * (UPDATES // 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "shard", "workers"),
     [pytest.param(*case, marks=() if case in SEQUENCE_QUICK else pytest.mark.matrix) for case in SEQUENCE_CASES],

@@ -60,7 +60,7 @@ def gradient(trainer: Trainer, batches: Sequence[MiniBatch]) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trainer.role.model.parameters()])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "mistral"])
+@pytest.mark.parametrize("family", ["llama-tied", pytest.param("mistral", marks=pytest.mark.long)])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_does_not_depend_on_execution(family: str, aggregation: str, model_folders) -> None:
     """fp64, to 1e-9: token budgets from one sample to all, fixed micro-batches, any sample order, packed against one by one."""

@@ -105,6 +105,7 @@ def test_the_doctor_shows_the_cache_what_ran_out_of_memory_and_what_is_no_longer
     assert "\nKV cache: at most 50% in use, 0 samples preempted\n" in runs.command_here(tmp_path, "doctor", "none").out
 
 
+@pytest.mark.long
 def test_demonstrations_run_out_of_memory_and_go_on(
     tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

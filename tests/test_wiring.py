@@ -559,6 +559,7 @@ def judged_once(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFo
     return folder
 
 
+@pytest.mark.long
 def test_validation_may_ask_for_longer_responses_on_a_resume(folder: Path) -> None:
     """The checkpoint's KV cache is for one sample as long as those of the first step were: two blocks, and one to spare."""
     options = (*ONE, "algorithm.samples_per_prompt=2", "rollout.max_seqs=1", "run.eval_every=1", "eval.max_prompts=1")
@@ -621,6 +622,7 @@ def wait_for(holds: Callable[[], bool], process: runs.Started, seconds: float = 
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
     """The parameters of step 1 have moved and its validation takes minutes: the first Ctrl-C waits, the second does not."""
     slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 99, seconds = 60 }", "reward.timeout_s=100")
