@@ -582,7 +582,7 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
             ("train.shard=full",),
             "1xH100",
             [
-                'train.shard: "full", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers',
+                'train.shard: "full", but the one worker of the run has no other to share parameters with. Remove the key, or set cluster.workers',
             ],
         ),
         (
@@ -599,8 +599,8 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
             [
                 "train.tensor_parallel: 2 has no effect while cluster.workers is auto, which is 1 here. Remove it, or set cluster.workers "
                 "above 1",
-                'train.shard: "full", but train.tensor_parallel = 2 leaves no two workers with the same part of the model, which share it '
-                "out. Remove the key, or set cluster.workers",
+                'train.shard: "full", but train.tensor_parallel = 2 leaves no two workers with the same part of the model to share. '
+                "Remove the key, or set cluster.workers",
             ],
         ),
     ],

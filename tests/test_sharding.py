@@ -224,9 +224,12 @@ def config(workers: int, **train: Any) -> Config:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the run has one worker'),
+        ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the one worker of the run has no other'),
         ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 2 or 4"),
-        ({"workers": 4, "shard": "hybrid", "shard_size": 1}, "train.shard_size: groups of 1 worker share nothing out"),
+        (
+            {"workers": 4, "shard": "hybrid", "shard_size": 1},
+            "train.shard_size: a group of one worker has no other to share parameters with",
+        ),
         ({"workers": 2, "shard": "full", "offload_grads": True}, "train.offload_grads: true is not available with"),
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (

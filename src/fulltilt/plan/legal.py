@@ -152,14 +152,15 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     known = knows_workers(config)
     if not shares_parameters(config):
         return
+    alone = " has no other to share parameters with"
     if train.shard_size == 1:
-        yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
+        yield f'train.shard_size: a group of one worker{alone}. Use train.shard = "optimizer", or a larger number'
     if known and max(workers, *apart, 1) <= unless_auto(train.tensor_parallel, 1) > 1:
-        same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model"
-        yield f'train.shard: "{train.shard}", but {same}, which share it out. Remove the key, or set cluster.workers'
+        same = f"train.tensor_parallel = {train.tensor_parallel} leaves no two workers with the same part of the model to share"
+        yield f'train.shard: "{train.shard}", but {same}. Remove the key, or set cluster.workers'
     elif known and max(workers, *apart, 1) == 1:
-        one = "each role" if apart else "the run"
-        yield f'train.shard: "{train.shard}", but {one} has one worker, which shares nothing out. Remove the key, or set cluster.workers'
+        one = "the worker of each role" if apart else "the one worker of the run"
+        yield f'train.shard: "{train.shard}", but {one}{alone}. Remove the key, or set cluster.workers'
     elif known:
         yield from wrong_groups(config, workers + sum(apart))
     for key, why in unshared(config).items():
