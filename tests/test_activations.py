@@ -123,6 +123,7 @@ def test_gradients_keep_their_bits(family: str, model_folders) -> None:
     assert_same(gradients(model), own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_adapters_gradients_keep_their_bits(family: str, model_folders) -> None:
     model = load(model_folders(family), fused=family in FUSED)

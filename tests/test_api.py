@@ -76,6 +76,7 @@ def test_six_lines_train_a_model(small: dict[str, Any]) -> None:
     assert fulltilt.train(**small).metrics == result.metrics
 
 
+@pytest.mark.long
 def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp_path: Path, model_folders: ModelFolders) -> None:
     """Also after a run that failed, one in another dtype, and one with other threads."""
     command, first, other, second = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("command", "first", "other", "second"))
@@ -128,6 +129,7 @@ def test_ctrl_c_saves_and_returns(small: dict[str, Any]) -> None:
     assert fulltilt.train(**small).steps == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("returned", [False, pytest.param(np.bool_(False), marks=pytest.mark.matrix), None])
 def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], tmp_path: Path, returned: Any) -> None:
     """Also one that changes the current folder."""

@@ -109,6 +109,7 @@ def test_steps_of_ours(tmp_path: Path) -> None:
 # -- settings in turns --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_settings_take_turns_and_one_that_fails_stays_in_the_result(tmp_path: Path) -> None:
     """A KV cache that holds no sample is refused when the run is planned, which ends no other setting."""
     tried = ["actor.token_budget=70", "rollout.kv_bytes=4096", "actor.token_budget=140 train.recompute=full"]

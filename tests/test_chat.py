@@ -138,6 +138,7 @@ class Interrupted(io.StringIO):
         return written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "place"), [(generation, "tables_for"), (load, "load_tokenizer"), (generation, "assemble_generation")])
 def test_a_checkpoint_that_rotates_away_while_it_is_read(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, place: str

@@ -502,7 +502,7 @@ def check(table: Table, keys: dict[str, Any], retune: bool) -> None:
     assert command.shown(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example(keys={"algorithm.filter_groups.enable": 1}, retune=False)  # epochs are no number of steps then
 @given(st.dictionaries(st.sampled_from(known_keys(PPO)), ANY_VALUE, max_size=25), st.booleans())
 def test_random_keys_of_verl_are_all_answered(keys: dict[str, Any], retune: bool) -> None:

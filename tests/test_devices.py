@@ -394,6 +394,7 @@ def marks_of_fifty(*case: object) -> list[pytest.MarkDecorator]:
     return [] if case == FIFTY_ALWAYS else [pytest.mark.long if case in FIFTY_LONG else pytest.mark.matrix]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lora", "dtype", "shard", "workers"),
     [

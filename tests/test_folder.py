@@ -448,6 +448,7 @@ def values(folder: Path, name: str) -> dict[int, float]:
 BEST = ("run.eval_every=1", "run.eval_before=false", "run.steps=6", "run.save_every=3", "run.keep=1", "eval.temperature=1.0")
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_is_kept_and_survives_a_resume(folder: Path, tmp_path: Path) -> None:
     options = (*BEST, "run.keep_best=-val/response_length/mean", "rollout.max_new_tokens=24", "train.lr=0.02")
     runs.train(folder, *options)

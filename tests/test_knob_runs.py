@@ -154,7 +154,9 @@ KNOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", MANY_KNOBS.values(), ids=MANY_KNOBS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, id=name, marks=() if name == "budgets" else pytest.mark.long) for name, options in MANY_KNOBS.items()]
+)
 def test_a_run_with_many_knobs_is_the_run_without(
     folder: Path, plain: Left, options: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:

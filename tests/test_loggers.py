@@ -327,7 +327,8 @@ def go_on(kind: str, folder: Path) -> None:
             file.append(step, metrics(step, 1))
 
 
-@pytest.mark.parametrize("kind", ["wandb", pytest.param("trackio", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_steps_that_a_kill_kept_in_memory_are_logged_again(kind: str, tmp_path: Path) -> None:
     """These two write late, so that a run killed right after a checkpoint has lost steps before it."""
     for function, code in (("log_and_die", -signal.SIGKILL), ("go_on", 0)):

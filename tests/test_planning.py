@@ -76,6 +76,7 @@ def test_a_critic_takes_memory_and_time_beside_the_actor(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.long
 def test_memory_and_seconds_have_the_phases_of_the_step_under_the_same_names(tmp_path: Path) -> None:
     two_updates = "algorithm.minibatches_per_step=2"
     (tmp_path / "run.toml").write_text(RUN)
@@ -437,7 +438,7 @@ def test_devices_that_nobody_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     of_cpu = command.planned(tmp_path / "run.toml", ["run.device=cpu"], None, "Qwen2.5-0.5B", None)
     assert of_cpu.run.cluster.gpu.is_cpu
-    with pytest.raises(UserError, match=r"one worker, which .*\n(.*\n)*One H100 was assumed. .* as in --hardware 8xH100-80GB"):
+    with pytest.raises(UserError, match=r"worker of the run has no .*\n(.*\n)*One H100 was assumed. .* as in --hardware 8xH100-80GB"):
         command.planned(tmp_path / "run.toml", ["train.shard=full"], None, None, None)
 
 
@@ -582,7 +583,8 @@ DAPO = ROOT / "examples" / "math" / "dapo.toml"
             ("train.shard=full",),
             "1xH100",
             [
-                'train.shard: "full", but the one worker of the run has no other to share parameters with. Remove the key, or set cluster.workers',
+                'train.shard: "full", but the one worker of the run has no other to share parameters with. Remove the key, or set '
+                "cluster.workers",
             ],
         ),
         (

@@ -181,6 +181,7 @@ def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.long
 def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, model_folders: ModelFolders) -> None:
     """Most of each step is its eighteen updates. Whichever step is the last whole one, its checkpoint is that of a run left alone."""
     options = ("algorithm.epochs=9", "run.steps=3", "run.keep=3", "run.eval_every=0", "run.eval_before=false")

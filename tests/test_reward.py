@@ -747,7 +747,7 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
         assert wait_until_dead(noted_pids(tmp_path)) == []
 
 
-@pytest.mark.parametrize("action", sample_cases(HANGS, "spin", "stop itself", "detached, hang"))
+@pytest.mark.parametrize("action", sample_cases(HANGS, "detached, hang", long=("spin", "stop itself")))
 def test_a_call_past_its_deadline_is_killed_with_what_it_started(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
     pool = pool_of(f"{bad_file}:score", timeout_s=2.0)
     began = time.monotonic()

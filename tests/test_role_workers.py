@@ -221,6 +221,7 @@ SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "two, one, four and two" else [pytest.mark.matrix]) for way in SIZES])
 def test_each_role_is_divided_among_as_many_workers_as_it_says(
     pool_of_devices: Pool, alone: tuple[Path, devices.Noted], judge: Path, tmp_path: Path, way: str

@@ -129,6 +129,7 @@ def test_a_damaged_file_of_a_commit_is_not_to_be_downloaded(cache: Path, model_f
     assert f"of commit {OLD} in the hub's cache" in str(refused.value) and "hf download" not in str(refused.value)
 
 
+@pytest.mark.long
 def test_adapters_generate_on_the_base_that_they_were_trained_on(cache: Path, tmp_path: Path, model_folders: ModelFolders) -> None:
     two_commits(cache, model_folders("qwen2"), model_folders("llama"))
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))

@@ -60,8 +60,12 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "two of four, full": (4, (TWO, "train.shard=full")),
     "two of four, hybrid": (4, (TWO, "train.shard=hybrid", "train.shard_size=2")),
 }
-SHORT = {("dense", "two of two"), ("experts", "four of four")}
-LONG = {(case, "two of four") for case in ("padded", "sft", "gemma2")} | {("ppo", "two of four, full"), ("lora", "two of four, full")}
+SHORT = {("dense", "two of two")}
+LONG = {
+    *((case, "two of four") for case in ("padded", "sft", "gemma2")),
+    *((case, "two of four, full") for case in ("ppo", "lora")),
+    ("experts", "four of four"),
+}
 
 
 @pytest.fixture(scope="module")

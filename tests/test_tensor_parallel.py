@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2MoeConfig
+from variants import sample_cases
 
 from fulltilt.footprint import Entropy, HeadOptions
 from fulltilt.kernels import dispatch
@@ -442,6 +443,7 @@ def test_a_vocabulary_in_parts_gives_the_same_logprobs(shape: LogitShape, entrop
         head_of_parts(shape, options, entropy, torch.float64, 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.kernels
 @pytest.mark.parametrize(("shape", "entropy"), [(LOGITS[1], "none"), (LOGITS[2], "gradient")], ids=str)
 def test_kernels_read_a_vocabulary_in_parts(shape: LogitShape, entropy: Entropy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +522,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.matrix) for case in MATRIX)], ids=str)
+@pytest.mark.parametrize("case", sample_cases([*SHORT, *MATRIX], *SHORT[1:3], long=SHORT), ids=str)
 def test_members_compute_what_one_process_does(pool: devices.Guests, case: Case) -> None:
     model = build(case)
     table = table_of(model, case)

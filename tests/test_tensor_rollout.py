@@ -23,6 +23,7 @@ from test_rollout import ROOMY, random_prompts
 from test_tensor_parallel import ALL, BIASED, STACKED, UNEVEN, Case, TensorWorker, build, call, finish
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from variants import sample_cases
 
 from fulltilt.batching.pack import pack
 from fulltilt.cluster.faults import Due, before
@@ -300,7 +301,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.matrix) for case in MATRIX)], ids=str)
+@pytest.mark.parametrize("case", sample_cases([*SHORT, *MATRIX], SHORT[1], long=SHORT), ids=str)
 def test_members_draw_the_tokens_of_one_process(pool: devices.Guests, case: Rollout) -> None:
     whole = build(case)
     layers = layers_of(whole)

@@ -65,8 +65,10 @@ COPIED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "experts of two, full, each samples": (4, ("train.expert_parallel=2", "train.shard=full")),
     "experts of two, sampled by two": (4, ("train.expert_parallel=2", "rollout.tensor_parallel=2")),
 }
-SHORT = {("dense", "two of two"), ("dense", "two of two, each samples"), ("ppo", "two of four")}
+SHORT = {("ppo", "two of four")}
 LONG = {
+    ("dense", "two of two"),
+    ("dense", "two of two, each samples"),
     ("ppo", "two of four, full"),
     ("dense", "two of four, sequences of two"),
     ("experts", "four of four"),

@@ -246,7 +246,9 @@ def test_another_model_that_loads_meanwhile_compiles_nothing_anew(model_folders:
     assert graphs_compiled() == before
 
 
-@pytest.mark.parametrize("wrong", ["values", "an error", pytest.param("no compiler", marks=pytest.mark.long), "a forward of its own"])
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(name, marks=pytest.mark.long) for name in ("values", "an error", "no compiler", "a forward of its own")]
+)
 def test_layers_that_compile_to_something_else_are_found_out(
     model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, wrong: str
 ) -> None:

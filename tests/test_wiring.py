@@ -510,6 +510,7 @@ def test_a_full_host_is_told_too() -> None:
 # -- stop and go on ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less memory would plan a smaller KV cache and with it other shapes. A new run there does; one killed before its first checkpoint is
     not new."""
@@ -599,6 +600,7 @@ class Told(Stuck):
         self.finished.append(finished)
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_is_not_called_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, validate = Told(), Run._validate
     monkeypatch.setitem(loggers.KINDS, "tensorboard", lambda opening: told)  # type: ignore[misc]

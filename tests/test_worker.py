@@ -57,7 +57,7 @@ PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05", "run.steps=2", "run.eval_
     ("tables", "overrides", "calls"),
     [
         (runs.GRPO, PPO, {"generate", "annotate ref", "annotate critic", "update actor", "update critic", "save"}),
-        (runs.SFT, ("run.steps=2", "run.eval_every=2"), {"update actor", "annotate actor", "save"}),
+        pytest.param(runs.SFT, ("run.steps=2", "run.eval_every=2"), {"update actor", "annotate actor", "save"}, marks=pytest.mark.long),
     ],
     ids=["ppo", "sft"],
 )
