@@ -89,6 +89,7 @@ def test_without_a_template_each_line_is_continued_by_itself(untaught: Path) -> 
         talk(untaught, "1+1=", system="be brief")
 
 
+@pytest.mark.long
 def test_a_run_with_a_system_message_continues_plain_lines(tmp_path: Path, model_folders: ModelFolders) -> None:
     made = fulltilt.train(
         model=model_folders("qwen2"), data=[{"prompt": "1+1="}], reward=lambda solution_str: len(solution_str), steps=1, max_new_tokens=2,

@@ -329,6 +329,7 @@ def test_a_full_disk_is_told_before_anything_is_written(folder: Path) -> None:
     assert (folder / "left.txt").read_text() == ""
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
     """A limit on the size of a file stands in for it: the model's weights do not fit. The old checkpoint stays, no half of a new one."""
     runs.train(folder, "run.steps=2")

@@ -427,6 +427,7 @@ def missing(system: str, *tables: Table) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_every_knob_that_is_built_is_translated() -> None:
     assert len(built_aliases("verl")) > 60 and missing("verl", PPO, SFT) == []
 

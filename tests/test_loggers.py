@@ -347,6 +347,7 @@ def test_a_logger_that_joins_later_gets_the_whole_history(tmp_path: Path) -> Non
     assert tensorboard_lines(tmp_path) == rounded(written(tmp_path))
 
 
+@pytest.mark.long
 def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(tmp_path: Path) -> None:
     warned: list[str] = []
     opened = open_loggers(LogConfig(to=["mlflow", "tensorboard"]), tmp_path, SETTINGS, 0, warned.append)

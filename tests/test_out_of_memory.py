@@ -262,10 +262,10 @@ def undisturbed(
     [
         ("actor.decode:1@1", 2, "qwen2", APART, {"max_seqs"}),
         ("actor.steps:5@1", 2, "qwen2", TOGETHER, {"max_seqs"}),
-        ("actor.prefill:2@0", 2, "qwen2", TOGETHER, {"max_batched_tokens"}),
         *(
             pytest.param(faults, 2, "qwen2", overrides, lowered, marks=pytest.mark.long)
             for faults, overrides, lowered in (
+                ("actor.prefill:2@0", TOGETHER, {"max_batched_tokens"}),
                 ("actor.prefill:1@1", APART, {"max_batched_tokens"}),
                 ("actor.cache:1@1", TOGETHER, {"kv_blocks"}),
                 ("actor.steps:3@1,actor.prefill:2@0", TRAINED_TOGETHER, BOTH),
@@ -347,8 +347,7 @@ def test_three_in_a_row_end_a_rollout_of_several_workers(
         ("actor.backward:1@1", 2, ()),
         pytest.param("actor.forward:2@0", 2, (), marks=pytest.mark.long),
         pytest.param("actor.optimizer:1@1", 2, (), marks=pytest.mark.long),
-        ("actor.backward:2@1", 2, FULL),
-        *(pytest.param("actor.backward:2@1", 2, layout, marks=pytest.mark.long) for layout in (SEQUENCE, TENSOR, EXPERTS)),
+        *(pytest.param("actor.backward:2@1", 2, layout, marks=pytest.mark.long) for layout in (FULL, SEQUENCE, TENSOR, EXPERTS)),
         *(
             pytest.param(fault, 2, layout, marks=pytest.mark.matrix)
             for layout in (SEQUENCE, TENSOR)

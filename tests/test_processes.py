@@ -583,6 +583,7 @@ def test_reading_an_order_and_importing_what_it_names_is_not_silence(tmp_path: P
     assert not told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped", "asleep"])
 def test_after_an_interrupt_a_worker_that_does_nothing_is_soon_given_up(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(processes, "HURRY_S", 1.0)
@@ -623,6 +624,7 @@ def test_a_worker_that_takes_no_message_is_given_up() -> None:
     assert "computing (compute_forever), at work" in told[0] and re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_stacks")
 def test_neither_progress_nor_waiting_for_another_is_silence() -> None:
     told: list[str] = []

@@ -91,6 +91,7 @@ def groups_told(pair: Pair, prompts: Sequence[Prompt], until: int) -> tuple[list
         return sampled(pair.crew, prompts), +counts
 
 
+@pytest.mark.long
 def test_a_fast_worker_takes_more_of_the_queue(pair: Pair, expected: list[list[list[int]]]) -> None:
     found, counts = groups_told(pair, PROMPTS, until=len(PROMPTS) - 3)
     assert found == expected

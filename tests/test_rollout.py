@@ -174,6 +174,7 @@ def test_random_requests(model_folders, family, request, block_tokens, spare, ma
             assert len(sample.ids) == lengths.get((group.prompt.uid, sample.index), len(sample.ids)) <= sampling.max_new_tokens
 
 
+@pytest.mark.long
 def test_passes_launched_ahead_give_the_same_samples(model_folders, monkeypatch) -> None:
     """Rows end in the middle of passes while the next one is on its way; blocks are short now and then."""
     engine = make_engine(model_folders("llama"))

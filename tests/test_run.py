@@ -387,6 +387,7 @@ def test_sft_learns_its_rows(tmp_path: Path, model_folders: ModelFolders) -> Non
 # -- threads ----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_threads_are_planned_obeyed_and_kept(folder: Path) -> None:
     """Their number decides last bits, so a resumed run takes the checkpoint's and not what the machine would choose now."""
     before = torch.get_num_threads()

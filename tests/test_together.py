@@ -139,7 +139,7 @@ KINDS = [(owner, adapters) for adapters in (False, True) for owner in OWNERS]
 
 @pytest.mark.parametrize(
     ("owner", "adapters"),
-    [pytest.param(*kind, marks=() if kind[0] != "compile" else pytest.mark.matrix if kind[1] else pytest.mark.long) for kind in KINDS],
+    [pytest.param(*kind, marks=pytest.mark.matrix if kind == ("compile", True) else pytest.mark.long) for kind in KINDS],
     ids=[f"{'adapters' if adapters else 'all'}-{owner}" for owner, adapters in KINDS],
 )
 def test_what_is_allowed_runs_and_keeps_the_gradients(build: Callable[[str, bool], Built], owner: str, adapters: bool) -> None:

@@ -527,6 +527,7 @@ def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_p
     assert runs.state(folder / "new" / "checkpoints" / "step-00000001")["budgets"]["kv_blocks"] < kept["kv_blocks"]
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_other_rows(folder: Path) -> None:
     runs.train(folder, *ONE)
     before = runs.contents(folder / "run")
